@@ -7,7 +7,7 @@ import jax
 from ml_collections import ConfigDict
 
 from commands import config_flag, flags
-from configs.schema import finalize, model_checks, unused, validate
+from configs.schema import finalize, model_checks, validate
 from processes.coordination import current
 from runtime import compilation_cache, devices
 from training import setup
@@ -24,7 +24,7 @@ def prepare(*config_flags_given, proof: bool = False) -> list[setup.Job]:
       given = config.optimizer.name
       parity.prove(config, its_devices.platform, keep=config_flag.set_keys(flags.SET.value))
       if config.optimizer.name != given:  # arguments set for that optimizer do not apply
-        unused.reset(config)
+        validate.reset_optimizer(config)
     jobs.append(job(config, its_devices))
   return jobs
 
@@ -49,7 +49,7 @@ def job(config: ConfigDict, its_devices: devices.Devices) -> setup.Job:
   given = copy.deepcopy(config)
   config, choices = finalize.with_choices(config, platform, its_devices.sizes, capability)
   validate.check(config, its_devices.sizes)
-  model_checks.check_attention_device(config, platform, capability)
+  model_checks.check_attention_device(config.training, platform, capability)
   _configure_jax(config)
   return dataclasses.replace(setup.prepare(config, its_devices, choices), given=given)
 

@@ -11,8 +11,8 @@ from etils import epath
 from inference.request import Request
 from processes.coordination import current
 from training.metrics import log_lines
-from training.metrics.append_log import Lines
 from training.metrics.console import say
+from training.metrics.log_lines import LogFile
 from training.schedules import learning_rate_schedule
 from training.setup import Job
 
@@ -25,7 +25,7 @@ def curve(workdir: epath.Path) -> None:
     return
   from reports import loss_curve  # only the end of a run draws
 
-  lines, _ = log_lines.split(Lines(workdir / log_lines.FILE).read())
+  lines, _ = log_lines.split(LogFile(workdir / log_lines.FILE).read())
   values = [line.values for line in lines]
   losses = [(one["step"], float(one["loss"])) for one in values if "loss" in one]
   (over, evaluations), *others = log_lines.by_examples(values, "eval_loss") or [("", [])]

@@ -1,7 +1,7 @@
 """What may follow on a command line: the shells' functions of `completion` call this file.
 
 It is run as a script, without `site`, and imports the standard library alone: it has to answer
-while a key is pressed. What there is to complete is made by commands/completion_index.py, which
+while a key is pressed. What there is to complete is made by commands/completion.py, which
 imports the application, and kept until one of the files that it is made of changes.
 """
 
@@ -21,6 +21,7 @@ FOLDER = os.path.join("~", ".cache", "meshwright", "completion")
 SOURCES = (
   "commands",
   "configs",
+  "configs/keys",
   "configs/schema",
   "reports/tour",
   "runtime",
@@ -89,7 +90,7 @@ def index() -> Mapping | None:
     if kept["stamp"] == stamp:
       return kept
   with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-    command = [sys.executable, "-m", "commands.completion_index"]
+    command = [sys.executable, "-m", "commands.completion"]
     made = subprocess.run(
       command, cwd=ROOT, capture_output=True, timeout=_SECONDS, check=True, stdin=subprocess.DEVNULL
     )

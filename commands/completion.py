@@ -1,12 +1,25 @@
 """The verb `completion`: prints the completion of a shell, to be sourced where it starts.
 
 The shells call commands/complete.py of the clone whose main.py is typed, by the Python before it.
+What there is to complete is printed as JSON by `python -m commands.completion`; complete.py keeps
+it until a file that it is made of changes.
 """
 
-from commands import help
+import json
+import pathlib
+import re
+
+from absl import flags as absl_flags
+
+from commands import config_flag, flags, help
 from commands.refusal import refuse
-from runtime import exit_codes
+from commands.verbs import VERBS
+from configs import base
+from configs.schema import recipes, validate
+from input_pipeline.sources import catalog
+from runtime import chips, exit_codes
 from runtime.suggest import nearest
+from training.optimizer import OPTIMIZERS
 
 _BASH = r"""# Completes `python main.py ...`:  source <(python main.py completion bash)
 _meshwright_other=$(complete -p python 2>/dev/null | sed -n 's/.* -F \([^ ]*\) .*/\1/p')
@@ -104,3 +117,53 @@ def run(*words: str) -> int:
     return refuse(ValueError(f"completion takes one of {', '.join(SCRIPTS)}{hint}"))
   help.show(SCRIPTS[words[0]], end="")
   return exit_codes.DONE
+
+
+def index() -> dict[str, object]:
+  """Returns verbs, flags with their values, config keys with theirs, and recipes."""
+  owners = {flag.name: verbs for flag, verbs in flags.OWNERS}
+  paths = {flag.name for flag in flags.PATHS}
+  values = {"chapter": chapters(), "topology": [f"{name}:" for name in chips.CHIPS]}
+  values["dtype"] = ["float32", "bfloat16"]
+  return {
+    "verbs": {name: verb.summary for name, verb in VERBS.items()},
+    "takes": {name: verb.config != "none" for name, verb in VERBS.items()},
+    "flags": {
+      flag.name: {
+        "help": help.said_by(flag),
+        "verbs": owners.get(flag.name),
+        "bool": bool(flag.boolean),
+        "many": isinstance(flag, absl_flags.MultiFlag),
+        "values": values.get(flag.name, []),
+        "path": flag.name in paths,
+      }
+      for flag in help.own_flags()
+    },
+    "keys": {recipe: _keys(recipe) for recipe in (*recipes.RECIPES, recipes.HF)},
+    "strategies": config_flag.strategies(),
+    "recipes": recipes.names(),
+    "data": [*catalog.EMBEDDED, *catalog.OF_FILES],
+  }
+
+
+def chapters() -> list[str]:
+  """Returns the chapters of the tour, read from its table: importing it would import JAX."""
+  source = (pathlib.Path(__file__).resolve().parents[1] / "reports/tour/chapters.py").read_text()
+  return re.findall(r'^  "(\w+)": \1,$', source, re.MULTILINE)
+
+
+def _keys(recipe: str) -> dict[str, list]:
+  """Returns dotted key -> [its words, its meaning]."""
+  config = base.get_config(recipe)
+  words = {"optimizer.name": (*OPTIMIZERS, "lion"), **validate.choices_of(config)}
+  found = {}
+  for key, section, name in config_flag.keys(config):
+    row = help.key_row(key, recipe)
+    is_bool = section.get_type(name) is bool
+    known = ("true", "false") if is_bool else filter(None, words.get(key, row.usual))
+    found[key] = [[*known], row.meaning]
+  return found
+
+
+if __name__ == "__main__":
+  print(json.dumps(index()))

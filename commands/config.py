@@ -1,18 +1,24 @@
-"""The verb `config`: the finalized config, with the origin, unit and meaning of each value."""
+"""The verb `config`: the finalized config, with the origin, unit and meaning of each value.
 
+Where a value comes from is found by comparison with the configs that it could come from.
+"""
+
+import functools
 import json
 import math
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from absl import flags as absl_flags
 from ml_collections import ConfigDict, config_flags
 
 from commands import config_flag, flags, help
 from commands.refusal import refuse
-from configs.schema import finalize, model_checks, origins, validate
+from configs import base
+from configs.keys import table
+from configs.schema import finalize, model_checks, recipes, validate
 from partitioning.mesh_sizes import resolve_sizes
 from planning import topology
 from runtime import chips, devices, exit_codes
@@ -31,21 +37,24 @@ def run(*words: str) -> int:
     parsed, flag = flags.CONFIG.value, absl_flags.FLAGS[flags.CONFIG.name]
     platform, sizes, capability = _target(parsed)
     final, choices = finalize.with_choices(parsed, platform, sizes, capability)
-    known = [key for key, _ in origins.leaves(final)]
-    keys = config_flag.named(words, known) if words else known
-    found = origins.find(
-      parsed,
-      final,
-      choices,
+    values = dict(config_flag.leaves(final))
+    origin = origins(
+      *(parsed, final, choices),
       file=config_flags.get_config_filename(flag),
       overridden=config_flags.get_override_values(flag),
+      elsewhere=[
+        finalize.finalize(parsed, other, sizes) for other in PLATFORMS if other != platform
+      ],
       platform=platform,
-      sizes=sizes,
     )
-    rows = _rows(final, found, keys)
+    rows = []
+    for key in config_flag.named(words, [*values]) if words else values:
+      row, (kind, source) = help.key_row(key, final.argument), origin[key]
+      known = {"key": key, "value": values[key], "unit": row.unit}
+      rows.append({**known, "origin": kind, "source": source, "meaning": row.meaning})
     help.show(_json(rows) if flags.JSON.value else _text(rows))
     validate.check(final, sizes)
-    model_checks.check_attention_device(final, platform, capability)
+    model_checks.check_attention_device(final.training, platform, capability)
   except (ValueError, OSError, RuntimeError) as error:
     return refuse(error)
   return exit_codes.DONE
@@ -56,10 +65,12 @@ def _target(config: ConfigDict) -> tuple[str, Mapping[str, int], float]:
 
   Only attached accelerators need JAX.
   """
-  mesh, slices = config.mesh.to_dict(), _slices(config)
   if flags.TOPOLOGY.value is not None:
     there = topology.parse(flags.TOPOLOGY.value)
-    slices = _slices(topology.with_slices(config, there))
+    config = topology.with_slices(config, there)
+  mesh = config.mesh.to_dict()
+  slices = {axis: size for axis, size in config.mesh_dcn.items() if size != 1}
+  if flags.TOPOLOGY.value is not None:
     count = there.devices * math.prod(slices.values())
     return there.platform, resolve_sizes(mesh, count, slices), chips.compute_capability(there.chip)
   if devices.simulates(flags.SIMULATE.value):
@@ -68,26 +79,86 @@ def _target(config: ConfigDict) -> tuple[str, Mapping[str, int], float]:
   return found.platform, found.sizes, devices.compute_capability(found)
 
 
-def _slices(config: ConfigDict) -> dict[str, int]:
-  return {axis: size for axis, size in config.mesh_dcn.items() if size != 1}
+# ------------------------------ where a value comes from ------------------------------
+
+# A default that all recipes share; the recipe; the preset of the model; the config file; an
+# override of the command line; derived from other keys; derived for the platform.
+DEFAULT, RECIPE, PRESET, FILE = "default", "recipe", "preset", "file"
+OVERRIDE, DERIVED, PLATFORM = "override", "derived", "platform"
+KINDS = (DEFAULT, RECIPE, PRESET, FILE, OVERRIDE, DERIVED, PLATFORM)
+PLATFORMS = ("cpu", "gpu", "tpu")
 
 
-def _rows(
-  final: ConfigDict, found: Mapping[str, origins.Origin], keys: Sequence[str]
-) -> list[dict[str, object]]:
-  values = dict(origins.leaves(final))
-  known = {key: help.key_row(key, final.argument) for key in keys}
-  return [
-    {
-      "key": key,
-      "value": values[key],
-      "unit": row.unit,
-      "origin": found[key].kind,
-      "source": found[key].source,
-      "meaning": row.meaning,
-    }
-    for key, row in known.items()
-  ]
+def origins(
+  parsed: ConfigDict,
+  final: ConfigDict,
+  choices: Sequence[finalize.Choice],
+  *,
+  file: str,
+  overridden: Collection[str],
+  elsewhere: Sequence[ConfigDict],
+  platform: str,
+) -> dict[str, tuple[str, str]]:
+  """Returns dotted key -> (one of `KINDS`, which recipe, file or platform), of a finalized config.
+
+  Args:
+    parsed: with overrides, not finalized.
+    final: what `finalize.with_choices` made of it.
+    choices: what that returned beside.
+    file: the config's, as given.
+    overridden: the keys that the command line sets.
+    elsewhere: the configs that it becomes on other platforms.
+    platform: `final` is for.
+  """
+  before = dict(config_flag.leaves(parsed))
+  plain = dict(config_flag.leaves(base.get_config(parsed.argument)))
+  whys = {choice.key: f": {choice.why}" for choice in choices}
+  others = [dict(config_flag.leaves(one)) for one in elsewhere]
+  found = {}
+  for key, value in config_flag.leaves(final):
+    if key in before and before[key] == value and type(before[key]) is type(value):
+      if key in overridden:
+        found[key] = (OVERRIDE, "")
+      elif key not in plain or plain[key] != value:
+        found[key] = (FILE, file)
+      else:
+        found[key] = _of_recipe(key, value, parsed.argument)
+    elif key in whys or any(other.get(key, value) != value for other in others):
+      found[key] = (PLATFORM, platform + whys.get(key, ""))
+    else:
+      found[key] = (DERIVED, "")
+  return found
+
+
+def _of_recipe(key: str, value: object, argument: str) -> tuple[str, str]:
+  """Returns the origin of a value that neither a file nor a command line has changed."""
+  recipe, data = recipes.parse(argument)
+  section, _, name = key.rpartition(".")
+  if key == "argument" or (data and key in ("data.name", "task")):
+    return RECIPE, argument
+  if recipe in recipes.PRESETS:
+    if key in _preset_keys(recipe):
+      return PRESET, recipe
+    if section == "model":
+      return DEFAULT, ""
+    recipe = "lm"
+  own = section == "model" or key == "task"
+  if section in ("data", "training", "optimizer", "evaluation"):  # whose defaults recipes replace
+    shared = table.section(section)
+    own = name not in shared or shared[name] != value
+  return (RECIPE, recipe) if own else (DEFAULT, "")
+
+
+@functools.cache
+def _preset_keys(preset: str) -> frozenset[str]:
+  """Returns the keys that a preset sets: of its table, and those that differ from `lm`."""
+  usual = dict(config_flag.leaves(recipes.base("lm")))
+  own = config_flag.leaves(recipes.base(preset))
+  of_model = {f"model.{key}" for key in recipes.PRESETS[preset].model}
+  return frozenset(of_model | {key for key, value in own if usual.get(key) != value})
+
+
+# ------------------------------ what is shown ------------------------------
 
 
 def _json(rows: Sequence[Mapping[str, object]]) -> str:

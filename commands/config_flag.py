@@ -89,6 +89,11 @@ def keys(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, ConfigDict
       yield prefix + key, config, key
 
 
+def leaves(config: ConfigDict) -> Iterator[tuple[str, object]]:
+  """Yields every (dotted key, value)."""
+  return ((dotted, section[key]) for dotted, section, key in keys(config))
+
+
 def named(words: Sequence[str], known: Sequence[str]) -> list[str]:
   """Returns the known keys that words name: a key, a section, or the beginning of keys.
 
@@ -217,8 +222,6 @@ def _check_overrides(argv: list[str], flag: str) -> None:
       continue
     if key not in known and any(other.startswith(key + ".") for other in known):
       raise ValueError(f"--{full}={value}: {key} is a section; set one of its keys")
-    if key in base.REPLACED:
-      raise ValueError(f"--{full}={value}: {key} is no longer a key; {base.REPLACED[key]}")
     if key not in known:
       raise ValueError(f"--{full}={value}: unknown config key {key!r}{nearest(key, known)}")
     wanted = KINDS.get(known[key])

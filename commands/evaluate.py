@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 
 from commands import build, flags, preflight_facts, score_tasks
-from processes.step_barrier import Lockstep
+from processes.coordination import Lockstep
 from processes.watchdog import Watchdog
 from runtime import exit_codes
 from training import reference, restore, run_tokenizer, splits

@@ -10,7 +10,8 @@ from commands import build, flags, preflight_facts
 from input_pipeline.text import tokenizer
 from interop import export, hf_folder, peft_adapter
 from interop.export import tokenizer_files
-from interop.safetensors_writer import DTYPES
+from interop.safetensors_file import NAMES
+from models import model_spec, mup
 from partitioning.shardings import size_text
 from processes import preemption, preflight
 from processes.watchdog import STARTING, Watchdog
@@ -54,7 +55,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     watch.at("exporting", STARTING)
     together = Together(watch.group, timeout_seconds=seconds)
     with preemption.undone(folder.remove):
-      export.write(folder, plan, export.Fetcher(params, config), together)
+      export.write(folder, plan, export.Fetcher(params, model_spec(config)), together)
     which = f", step {step}," if step else ""
     say(f"exported {what} of {location}{which} to {folder.final} ({size_text(plan.bytes)})")
     return exit_codes.DONE
@@ -89,17 +90,18 @@ def _planned(ready: Job, location: str, base: Base | None = None) -> tuple[expor
     )
   ids = {"end": encoder.end, "start": encoder.start if encoder.has_bos else None}
   copies = run_tokenizer.contents(config)
-  source = json.loads(copies.pop(export.CONFIG_FILE, b"{}"))
+  source = json.loads(copies.pop(hf_folder.CONFIG, b"{}"))
   dtype = _dtype(source.get("dtype") or source.get("torch_dtype"), config)
-  described = export.model_config(config, dtype, **ids, source=source)
+  ours, length = mup.plain_keys(config.model), config.data.sequence_length
+  described = export.model_config(ours, length, dtype, **ids, source=source)
   model_type = described["model_type"]
   if config.lora.rank and not flags.MERGE.value:
     return _adapter(ready, base, model_type, flags.DTYPE.value or config.training.parameter_dtype)
   dtypes = {}
   if hf_folder.is_model(location) and not config.lora.rank and not flags.DTYPE.value:
-    dtypes = export.stored_dtypes(location, config, "--checkpoint")
+    dtypes = export.stored_dtypes(location, model_spec(config), "--checkpoint")
   small = tokenizer_files(copies, **ids, special=encoder.special)
-  plan = export.planned(config, described, dtype, small, dtypes)
+  plan = export.planned(model_spec(config), described, dtype, small, dtypes)
   return plan, f"a {model_type} model in {dtype}"
 
 
@@ -115,16 +117,16 @@ def _adapter(ready: Job, base: Base | None, model_type: str, dtype: str) -> tupl
   if base is not None and base.step is None:  # a model folder, which others know
     metadata |= {peft_adapter.DIGEST: base.digest, peft_adapter.DTYPE: base.dtype}
     name = base.folder
-  plan = export.planned_adapter(ready.config, model_type, dtype, name, metadata)
+  plan = export.planned_adapter(model_spec(ready.config), model_type, dtype, name, metadata)
   return plan, f"the adapters of a {model_type} model in {dtype}"
 
 
 def _dtype(source: object, config: ConfigDict) -> str:
   """Returns the dtype of a model's weights: given, of the folder it came from, or its own."""
-  if (given := flags.DTYPE.value) and given not in DTYPES:
-    near = nearest(given, DTYPES)
-    raise ValueError(f"--dtype={given!r}: one of {', '.join(DTYPES)} is needed{near}")
-  return given or (source if source in DTYPES else config.training.parameter_dtype)
+  if (given := flags.DTYPE.value) and given not in NAMES:
+    near = nearest(given, NAMES)
+    raise ValueError(f"--dtype={given!r}: one of {', '.join(NAMES)} is needed{near}")
+  return given or (source if source in NAMES else config.training.parameter_dtype)
 
 
 def _checkpoints(location: str) -> epath.Path | None:

@@ -245,9 +245,7 @@ def place(config: ConfigDict, topology: str, title: str) -> pathlib.Path | None:
   given["planning"] = {k: v for k, v in config.planning.items() if k != "cache_dir"}
   facts = [given, topology, title, everything(), code.hexdigest(), _compiler()]
   if "folder" in config.model and config.model.folder:
-    facts.append(
-      hf_folder.digest(hf_folder.local(config.model.folder, "model.folder"), weights=False)
-    )
+    facts.append(hf_folder.digest(hf_folder.local(config.model.folder, "model.folder")))
   digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
   return pathlib.Path(config.planning.cache_dir).expanduser() / digest
 

@@ -47,11 +47,13 @@ def about_to_run(
   }
   if "folder" in job.config.model:
     folder = hf_folder.local(job.config.model.folder, "model.folder")
-    facts["config.json of model.folder"] = hf_folder.digest(folder, weights=False)
+    facts["config.json of model.folder"] = hf_folder.digest(folder)
   source = job.config.checkpoint.initialize_from
   if writes and not facts["checkpoints"] and hf_folder.is_model(source):
+    from interop import read_weights  # of runs that begin with a model folder alone
+
     folder = hf_folder.local(source, "checkpoint.initialize_from", weights=True)
-    facts["weights of checkpoint.initialize_from"] = hf_folder.digest(folder, weights=True)
+    facts["weights of checkpoint.initialize_from"] = read_weights.digest(folder)
   for name, array in job.batch.items():
     facts[f"batch/{name}"] = f"{array.dtype.name}{list(array.shape)}"
   for split, source in sources.items():

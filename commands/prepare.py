@@ -16,8 +16,7 @@ from input_pipeline.text import files, tokenizer
 from reports import conversation_text
 from runtime import exit_codes
 from training import splits
-from training.metrics.console import say
-from training.metrics.waiting import preparing
+from training.metrics.console import preparing, say
 from training.tasks import TASKS
 
 _EXAMPLES = 2  # conversations that are printed

@@ -8,7 +8,6 @@ from absl import flags
 
 from processes import coordination as groups
 from processes.preflight import DifferenceError
-from processes.rendezvous import RollCallError
 from processes.watchdog import Watchdog
 from runtime import exit_codes
 from runtime.printable import printable
@@ -32,7 +31,7 @@ def refuse(error: Exception, watch: Watchdog | None = None, *, debug: bool = Fal
   code = exit_codes.FAILED if failed else exit_codes.REFUSED
   if watch is None or watch.group.alone:
     print(f"{word}: {text}", file=sys.stderr, flush=True)
-    if watch is None and not isinstance(error, RollCallError):
+    if watch is None:
       groups.refuse(text)
     return code
   if watch.refusing(text, "failed" if failed else "refused"):

@@ -17,7 +17,7 @@ from input_pipeline.batches import TrainingBatches
 from input_pipeline.source import Source
 from input_pipeline.text import tokenizer
 from partitioning.mesh_sizes import product_text
-from processes.step_barrier import Lockstep
+from processes.coordination import Lockstep
 from processes.watchdog import STARTING, Watchdog
 from reports import run_files
 from runtime import exit_codes

@@ -13,8 +13,7 @@ from rich.table import Table
 from commands import build, flags, preflight_facts
 from inference import task_evaluation
 from inference.task_evaluation import Metric, Result
-from processes.coordination import current
-from processes.step_barrier import Lockstep
+from processes.coordination import Lockstep, current
 from processes.watchdog import EVALUATION, STARTING, Watchdog
 from runtime import exit_codes, files
 from training import restore, run_tokenizer

@@ -21,7 +21,7 @@ from commands.refusal import refuse
 from commands.verbs import VERBS
 from input_pipeline.row_store import UnreadableError
 from processes import coordination as groups
-from processes import crash_output, preemption
+from processes import preemption
 from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
 from runtime import devices, exit_codes, extensions, files, xla_flags
@@ -88,6 +88,8 @@ def with_others(keys: ConfigDict, workdir: epath.Path, act: Callable[[Watchdog],
     if group.alone and not told:
       raise
     text = f"error: {printable(named)}" if told else traceback.format_exc()
+    from processes import crash_output  # which a single process does not need
+
     if crash_output.is_of_a_peer(error):
       crash_output.show(text)
     else:

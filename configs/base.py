@@ -12,12 +12,6 @@ from ml_collections import ConfigDict, config_dict
 from configs.keys import table
 from configs.schema import axis_tables, optimizer_checks, recipes
 
-# Keys of earlier versions -> what has come in their place.
-REPLACED = {
-  "data.kind": "the recipe's task says how rows are read; choose it with --config=FILE:RECIPE",
-  "training.loss": "the recipe's task says what is minimised; choose it with --config=FILE:RECIPE",
-}
-
 
 def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = None) -> ConfigDict:
   """Returns a locked config for a strategy (the mesh) and a recipe (the argument).

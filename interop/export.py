@@ -30,12 +30,13 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
-from ml_collections import ConfigDict
 
-from interop import hf_config, name_maps, peft_adapter, read_weights, safetensors_writer
-from interop.safetensors_writer import WeightFile, Writer
-from models import lora, model_spec, mup
-from models.spec import LORA_A, LORA_B
+from interop import hf_config, hf_folder, name_maps, peft_adapter, read_weights, safetensors_file
+from interop.hf_folder import CONFIG
+from interop.hf_parts import UNSCALED, named_scaling
+from interop.safetensors_file import WeightFile, Writer
+from models import lora
+from models.spec import LORA_A, LORA_B, DecoderSpec
 from partitioning.rules import named_leaves
 from runtime import files
 from runtime.exit_codes import ExportError
@@ -46,7 +47,6 @@ from training.checkpointing.naming import nested
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
-GENERATION_FILE = "generation_config.json"
 TEMPLATE_FILE, TEMPLATE_KEY = "chat_template.jinja", "chat_template"
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 # As version 5 calls that class where it saves one; 4.57 does not know the name.
@@ -87,9 +87,9 @@ def tokenizer_files(
     config = json.loads(found[TOKENIZER_CONFIG_FILE])
     if config.get("tokenizer_class") == _NEW_TOKENIZER_CLASS:
       found[TOKENIZER_CONFIG_FILE] = json_bytes(config | {"tokenizer_class": TOKENIZER_CLASS})
-  if GENERATION_FILE not in found:
+  if hf_folder.GENERATION not in found:
     ids = {"bos_token_id": start, "eos_token_id": end}
-    found[GENERATION_FILE] = json_bytes({k: id_ for k, id_ in ids.items() if id_ is not None})
+    found[hf_folder.GENERATION] = json_bytes({k: id_ for k, id_ in ids.items() if id_ is not None})
   return found
 
 
@@ -138,7 +138,6 @@ def json_bytes(value: Any, indent: int | None = 2) -> bytes:
 
 # ------------------------------ the folder ------------------------------
 
-CONFIG_FILE = "config.json"
 ENDING = ".exporting"
 # What an export writes, also where a kill has left a part of it.
 _EXPORTED = re.compile(r"[\w.-]+\.(safetensors|json|jinja|model|txt)(\.tmp)?|\.preflight-\w+")
@@ -300,12 +299,19 @@ Array = Callable[[str, Place], np.ndarray]
 
 
 def model_config(
-  config: ConfigDict, dtype: str, *, end: int, start: int | None, source: Mapping[str, Any]
+  ours: Mapping[str, Any],
+  length: int,
+  dtype: str,
+  *,
+  end: int,
+  start: int | None,
+  source: Mapping[str, Any],
 ) -> dict[str, Any]:
   """Returns the config.json of a model.
 
   Args:
-    config: finalized.
+    ours: the section `model` of a finalized config, in which muP is written out.
+    length: of the longest row that the model was trained for, at least, in tokens.
     dtype: of the tensors.
     end: the id that ends a document.
     start: the id of the BOS that the tokenizer puts before a text; None: it puts none.
@@ -314,32 +320,27 @@ def model_config(
   Raises:
     ValueError: transformers has no class for this model; with the keys that no family has.
   """
-  model_type = source.get("model_type", "")
-  positions = _positions(config, source)
-  written = hf_config.write(mup.plain_keys(config.model), positions, model_type)
+  if source:
+    length = max(length, hf_config.read(source, CONFIG).positions)
+  else:
+    length = _scaled_length(tuple(ours["rotary_scaling"]), length)
+  written = hf_config.write(ours, length, source.get("model_type", ""))
   ids = {"bos_token_id": start, "eos_token_id": end, "pad_token_id": None}
   if written["model_type"] == "gpt2":  # whose own defaults are not 0
-    rates = {"resid_pdrop": config.model.dropout_rate, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    ids.update(rates)
+    ids.update(resid_pdrop=ours["dropout_rate"], embd_pdrop=0.0, attn_pdrop=0.0)
   kept = {key: value for key, value in source.items() if key not in _DROPPED}
   found = {**ids, **written, **kept}
-  if hf_config.read(found, CONFIG_FILE) != hf_config.read(written, CONFIG_FILE):
+  if hf_config.read(found, CONFIG) != hf_config.read(written, CONFIG):
     found |= written  # something was overridden since
   # 4.57 reads torch_dtype, 5 reads dtype.
   return {**found, "torch_dtype": dtype, "dtype": dtype}
 
 
-def _positions(config: ConfigDict, source: Mapping[str, Any]) -> int:
-  """Returns the longest row that a model is for, in tokens."""
-  length, scaling = config.data.sequence_length, tuple(config.model.rotary_scaling)
-  if source:
-    return max(length, hf_config.read(source, CONFIG_FILE).positions)
-  if not scaling:
+def _scaled_length(scaling: tuple, length: int) -> int:
+  """Returns the longest row that rotary positions with this scaling are for, in tokens."""
+  kind, numbers = named_scaling(scaling)
+  if kind == UNSCALED:
     return length
-  if isinstance(scaling[0], str):
-    kind, numbers = scaling
-  else:
-    kind, numbers = "llama3", {"factor": scaling[0], "original_length": scaling[-1]}
   if kind == "dynamic":  # whose original length has no key of its own
     return int(numbers["original_length"])
   return max(length, int(numbers.get("factor", 1) * numbers.get("original_length", length)))
@@ -372,7 +373,7 @@ class Plan:
 
 
 def planned(
-  config: ConfigDict,
+  spec: DecoderSpec,
   described: Mapping[str, Any],
   dtype: str,
   small: Mapping[str, bytes],
@@ -381,41 +382,42 @@ def planned(
   """Returns the plan of a model.
 
   Args:
-    config: finalized.
+    spec: of the model.
     described: its config.json.
     dtype: of the tensors.
     small: name -> content of files that are written as they are.
     dtypes: name -> dtype of tensors that have another.
   """
-  tensors = name_maps.tensors(config, described["model_type"])
+  tensors = name_maps.tensors(spec, described["model_type"])
   found = [
     (name, tensor.shape, (dtypes or {}).get(name, dtype)) for name, tensor in tensors.items()
   ]
-  files = safetensors_writer.split(safetensors_writer.Tensor(*one) for one in found)
-  last = {safetensors_writer.INDEX_FILE: json_bytes(safetensors_writer.index(files))}
-  last = (last if len(files) > 1 else {}) | {CONFIG_FILE: json_bytes(described)}
-  return Plan(files, tensors, name_maps.sizes_of(config), {**small, **last})
+  files = safetensors_file.split(
+    [safetensors_file.Tensor(*one) for one in found], safetensors_file.MOST_BYTES
+  )
+  last = {hf_folder.INDEX: json_bytes(safetensors_file.index(files))}
+  last = (last if len(files) > 1 else {}) | {CONFIG: json_bytes(described)}
+  return Plan(files, tensors, name_maps.sizes_of(spec), {**small, **last})
 
 
-def stored_dtypes(location: str, config: ConfigDict, key: str) -> dict[str, str]:
+def stored_dtypes(location: str, spec: DecoderSpec, key: str) -> dict[str, str]:
   """Returns name -> dtype of the tensors of a model folder, under the names of an export.
 
   Args:
     location: of the folder.
-    config: finalized, of its model.
+    spec: of its model.
     key: names the location in messages.
 
   Raises:
     ValueError: the folder cannot be read, or its tensors are not the model's.
   """
-  source = read_weights.open_folder(location, config, key)
-  names = {theirs: ours for ours, theirs in safetensors_writer.DTYPES.items()}
+  source = read_weights.open_folder(location, spec, key)
   found = {
-    (part.parameter, part.place): names[stored.dtype]
+    (part.parameter, part.place): safetensors_file.DTYPES[stored.dtype].name
     for entries in source.parts.values()
     for stored, _, part in entries
   }
-  tensors = name_maps.tensors(config, source.described.model_type)
+  tensors = name_maps.tensors(spec, source.described.model_type)
   return {
     name: found[tensor.parts[0].parameter, tensor.parts[0].place]
     for name, tensor in tensors.items()
@@ -423,23 +425,22 @@ def stored_dtypes(location: str, config: ConfigDict, key: str) -> dict[str, str]
 
 
 def planned_adapter(
-  config: ConfigDict, model_type: str, dtype: str, base: str | None, metadata: Mapping[str, str]
+  spec: DecoderSpec, model_type: str, dtype: str, base: str | None, metadata: Mapping[str, str]
 ) -> Plan:
   """Returns the plan of a model's adapters alone, in PEFT's two files.
 
   Args:
-    config: finalized, with adapters.
+    spec: of a model with adapters.
     model_type: the family of the base.
     dtype: of the tensors.
     base: folder or name of the base; None: it has none that others know.
     metadata: what the file of weights says of itself.
   """
-  tensors = peft_adapter.tensors(config, model_type)
-  found = (safetensors_writer.Tensor(n, tensor.shape, dtype) for n, tensor in tensors.items())
-  file = WeightFile(f"{peft_adapter.WEIGHTS}.safetensors", tuple(found), tuple(metadata.items()))
-  small = {peft_adapter.CONFIG_FILE: peft_adapter.adapter_config(config, model_type, base)}
-  small = {name: json_bytes(content) for name, content in small.items()}
-  return Plan([file], tensors, name_maps.sizes_of(config), small, peft_adapter.joined)
+  tensors = peft_adapter.tensors(spec, model_type)
+  found = (safetensors_file.Tensor(n, tensor.shape, dtype) for n, tensor in tensors.items())
+  file = WeightFile(hf_folder.ADAPTER_WEIGHTS, tuple(found), tuple(metadata.items()))
+  small = {hf_folder.ADAPTER: json_bytes(peft_adapter.adapter_config(spec, model_type, base))}
+  return Plan([file], tensors, name_maps.sizes_of(spec), small, peft_adapter.joined)
 
 
 class Fetcher:
@@ -451,9 +452,9 @@ class Fetcher:
   all of the part, by an all-gather. Kernels that have an adapter are merged with it.
   """
 
-  def __init__(self, params: Any, config: ConfigDict):
-    """Takes the placed parameters of a finalized config."""
-    self._arrays, self._config = named_leaves(params), config
+  def __init__(self, params: Any, spec: DecoderSpec):
+    """Takes the placed parameters of a model."""
+    self._arrays, self._spec = named_leaves(params), spec
     self._programs: dict[tuple[str, int, np.dtype], Callable] = {}
 
   def __call__(self, name: str, place: Place, dtype: str, here: bool) -> np.ndarray | None:
@@ -462,7 +463,7 @@ class Fetcher:
     Args:
       name: of the parameter.
       place: its indices along the first dims, which the result does not have.
-      dtype: of the result, a key of `safetensors_writer.DTYPES`.
+      dtype: of the result, a key of `safetensors_file.NAMES`.
       here: whether this process needs it.
     """
     wanted = jnp.dtype(dtype)
@@ -492,7 +493,7 @@ class Fetcher:
       for dim, index in enumerate(place):
         arrays = {n: jax.lax.dynamic_slice_in_dim(x, index, 1, dim) for n, x in arrays.items()}
       if len(arrays) > 1:
-        arrays = named_leaves(lora.merge(model_spec(self._config), nested(arrays)))
+        arrays = named_leaves(lora.merge(self._spec, nested(arrays)))
       one = arrays[name].reshape(arrays[name].shape[indices:])
       return one.astype(wanted) if narrower else one
 

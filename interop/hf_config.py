@@ -1,6 +1,6 @@
 """The `config.json` of a model folder -> the keys of `config.model` that it determines, and back.
 
-A family (`hf_family.py`) is a table of parts. Each part reads some keys of config.json and gives
+A family (`hf_families.py`) is a table of parts. Each part reads some keys of config.json and gives
 some of ours, and writes them back. Every key of a config.json is either read by a part of its
 family, or must have one of the values that the family can express (ONLY), or has no effect on what
 the model computes (IGNORED); any other is refused by name. Nothing here imports JAX.
@@ -8,14 +8,24 @@ the model computes (IGNORED); any other is refused by name. Nothing here imports
 
 import dataclasses
 import math
-import types
 from collections.abc import Mapping
 from typing import Any
 
-from interop.hf_family import Family, Ours, Theirs, bias_names, short, types_of, yarn_factor
-from runtime import forms
+from configs.keys.model import DECODER
+from configs.keys.row import Unset
+from interop.hf_families import FAMILIES, Family
+from interop.hf_parts import (
+  Ours,
+  Theirs,
+  bias_names,
+  named_scaling,
+  short,
+  sparse_of,
+  types_of,
+  yarn_factor,
+)
+from runtime import files, forms
 from runtime.forms import COUNT, SIZE, TEXT, OrNull
-from runtime.layer_kinds import is_sparse
 from runtime.suggest import nearest
 
 # ------------------------------ quantized weights ------------------------------
@@ -98,68 +108,26 @@ ONLY: dict[str, tuple[tuple, str]] = {
 
 # ------------------------------ reading and writing ------------------------------
 
-# The keys of `model` that a folder determines and that turn something off where a family does not
-# mention them; a test compares them with the recipe's. SIZES have no such value.
-NEUTRAL: dict[str, Any] = {
-  "positions": "rotary",
-  "max_positions": None,  # of learned positions
-  "rotary_base": 10_000.0,
-  "rotary_size": 0,
-  "rotary_pairs": "halves",
-  "attention": "grouped_query",
-  "latent_size": 0,
-  "query_latent_size": 0,
-  "latent_norm_epsilon": 1e-6,
-  "value_head_size": None,  # as head_size
-  "rotary_scaling": (),
-  "local_rotary_base": 0.0,
-  "local_rotary_scaling": (),
-  "window": 0,
-  "global_every": 0,
-  "layer_types": (),
-  "norm": "rms",
-  "norm_scale_from_one": False,
-  "pre_norms": True,
-  "post_norms": False,
-  "query_key_norm": False,
-  "query_key_norm_across_heads": False,
-  "clip_qkv": 0.0,
-  "biases": "none",
-  "gated": True,
-  "attention_scale_by_inverse_layer": False,
-  "attention_soft_cap": 0.0,
-  "attention_sinks": False,
-  "logits_soft_cap": 0.0,
-  "scaled_embeddings": False,
-  "embedding_multiplier": 1.0,
-  "residual_multiplier": 1.0,
-  "logits_divisor": 1.0,
-  "experts": 0,
-  "experts_per_token": 2,
-  "expert_feedforward_size": None,  # as feedforward_size
-  "shared_feedforward_size": 0,
-  "dense_layers": 0,
-  "sparse_every": 1,
-  "mlp_only_layers": (),
-  "router_scores": "softmax",
-  "router_normalized": True,
-  "router_scale": 1.0,
-  "router_groups": 1,
-  "router_top_groups": 1,
-  "router_group_score": "max",
-  "router_bias": False,
-  "router_correction": False,
-  "expert_biases": False,
-  "gate_limit": 0.0,
-  "up_offset": 0.0,
-}
-_NO_LOCAL = {"local_rotary_base": 0.0, "local_rotary_scaling": ()}
-_OF_EXPERTS = tuple(NEUTRAL)[tuple(NEUTRAL).index("experts") :]
+# Keys of `model` that are the user's own: no folder determines them.
+OWN = (
+  *("name", "vocabulary_multiple", "context_attention", "embedding_standard_deviation"),
+  *("dropout_rate", "separate_documents", "base_width", "base_head_size"),
+  *("expert_exchange", "expert_capacity"),
+)
+KEYS = tuple(key for key in DECODER if key not in OWN)
+# Keys that each config.json has in some form; the defaults of the others turn something off, and
+# hold where a family does not mention them.
 SIZES = (
   *("layers", "model_size", "feedforward_size", "heads", "kv_heads", "head_size"),
   *("vocabulary_size", "norm_epsilon", "activation", "attention_scale", "tied_embeddings"),
 )
-KEYS = (*SIZES, *NEUTRAL)
+NEUTRAL: dict[str, Any] = {
+  key: None if isinstance(DECODER[key].default, Unset) else DECODER[key].default
+  for key in KEYS
+  if key not in SIZES
+}
+_NO_LOCAL = {"local_rotary_base": 0.0, "local_rotary_scaling": ()}
+_OF_EXPERTS = KEYS[KEYS.index("experts") : KEYS.index("up_offset") + 1]
 # Those that determine which parameters there are, and their shapes.
 SHAPES = (
   *("layers", "model_size", "feedforward_size", "heads", "kv_heads", "head_size"),
@@ -216,34 +184,32 @@ class Described:
   block: tuple[int, int] = BLOCK
 
 
-def read(theirs: Any, where: str, families: Mapping[str, Family] | None = None) -> Described:
+def read(theirs: Any, where: str) -> Described:
   """Returns what a config.json says of its model.
 
   Args:
     theirs: its content.
     where: its path, for messages.
-    families: model_type -> Family; None: all that are known.
 
   Raises:
     ValueError: an unknown model_type; or every key that cannot be expressed, in one message.
   """
-  families = _all() if families is None else families
   if not isinstance(theirs, Mapping):
     raise ValueError(f"{where} holds a {type(theirs).__name__}, not a JSON object")
   theirs = text_part(theirs)
   if wrong := [*forms.wrong(theirs, FORM)]:
     raise ValueError(_cannot(where, wrong))
   model_type = theirs.get("model_type")
-  if model_type not in families:
-    raise ValueError(_unknown_type(where, theirs, families))
-  family = families[model_type]
-  values = {**family.defaults, **theirs}
+  if model_type not in FAMILIES:
+    raise ValueError(_unknown_type(where, model_type))
+  family = FAMILIES[model_type]
   only = {**ONLY, **family.only}
   read_keys = {key for part in family.parts for key in part.keys}
-  wrong = []
-  for key in theirs:
-    if key in only and key not in read_keys and theirs[key] not in only[key][0]:
-      wrong.append(f"{key}={short(theirs[key])}: {only[key][1]}")
+  wrong = [
+    f"{key}={short(theirs[key])}: {only[key][1]}"
+    for key in theirs
+    if key in only and key not in read_keys and theirs[key] not in only[key][0]
+  ]
   known = {*read_keys, *only, *IGNORED, *family.ignored, "model_type", family.positions}
   known.add(_QUANTIZATION)
   unknown = [key for key in theirs if key not in known and theirs[key] is not None]
@@ -253,22 +219,29 @@ def read(theirs: Any, where: str, families: Mapping[str, Family] | None = None) 
     f"{nearest(key, ours)}; if it has no effect on the logits, delete it from the file"
     for key in unknown[:_MOST_LINES]
   ] + unknown[_MOST_LINES:]
-  model = {**NEUTRAL, **family.fixed}
-  for part in family.parts:
-    try:
-      model.update(part.read(values))
-    except ValueError as error:
-      wrong.append(str(error))
+  model, refused = _model_of(family, theirs)
+  wrong += refused
   try:
     block = block_shape(theirs.get(_QUANTIZATION))
   except ValueError as error:
     wrong.append(f"{_QUANTIZATION}={short(theirs[_QUANTIZATION])}: {error}")
-  positions = values.get(family.positions)
+  positions = {**family.defaults, **theirs}.get(family.positions)
   if not SIZE.fits(positions):
     wrong.append(f"{family.positions}={short(positions)}: {SIZE.name} is needed")
   if wrong:
     raise ValueError(_cannot(where, [*dict.fromkeys(wrong)]))
   return Described(model_type, model, positions, block)
+
+
+def _model_of(family: Family, theirs: Theirs) -> tuple[dict[str, Any], list[str]]:
+  """Returns the keys of `model` that a config.json gives, and why parts of it cannot be read."""
+  values, model, wrong = {**family.defaults, **theirs}, {**NEUTRAL, **family.fixed}, []
+  for part in family.parts:
+    try:
+      model.update(part.read(values))
+    except ValueError as error:
+      wrong.append(str(error))
+  return model, wrong
 
 
 def text_part(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -281,24 +254,27 @@ def text_part(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
   return {**outer, **theirs[key], "model_type": model_type}
 
 
-def write(
-  ours: Ours, positions: int, model_type: str = "", families: Mapping[str, Family] | None = None
-) -> dict[str, Any]:
+def decoder_config(content: bytes) -> bytes:
+  """Returns the content of a config.json; of a model with images, that of its decoder."""
+  theirs = files.parse_json(content)
+  inner = text_part(theirs)
+  return content if inner is theirs else f"{files.json_text(inner, indent=2)}\n".encode()
+
+
+def write(ours: Ours, positions: int, model_type: str = "") -> dict[str, Any]:
   """Returns a config.json from which `read` gives the same keys of `model`.
 
   Args:
     ours: `config.model`, finalized.
     positions: the longest row that the model was trained for, in tokens.
     model_type: the family to write; "": the first that can express the model.
-    families: model_type -> Family; None: all that are known.
 
   Raises:
     ValueError: no family, or not this one, can express the model; with the keys that differ.
   """
-  families = _all() if families is None else families
-  chosen = {model_type: families[model_type]} if model_type else families
-  nearest_miss: tuple[str, list[str]] | None = None
-  for name, family in chosen.items():
+  misses: dict[str, list[str]] = {}
+  for name in [model_type] if model_type else FAMILIES:
+    family = FAMILIES[name]
     found = {
       "architectures": [family.architecture],
       "model_type": name,
@@ -306,27 +282,19 @@ def write(
     }
     for part in family.parts:
       found.update(part.write(ours))
-    differing = _differing(ours, found, families)
-    if not differing:
+    misses[name] = _differing(ours, found)
+    if not misses[name]:
       return found
-    if nearest_miss is None or len(differing) < len(nearest_miss[1]):
-      nearest_miss = name, differing
-  name, differing = nearest_miss
-  lines = "\n".join(f"  {line}" for line in differing)
+  name = min(misses, key=lambda one: len(misses[one]))
+  lines = "\n".join(f"  {line}" for line in misses[name])
   raise ValueError(
     f"no model_type of transformers is this model; the nearest, {name!r}, cannot express:\n{lines}"
   )
 
 
-def _differing(ours: Ours, found: Theirs, families: Mapping[str, Family]) -> list[str]:
+def _differing(ours: Ours, found: Theirs) -> list[str]:
   """Returns a line for each key of `model` that does not come back from what was written."""
-  family, lines = families[found["model_type"]], []
-  values, back = {**family.defaults, **found}, {**NEUTRAL, **family.fixed}
-  for part in family.parts:
-    try:
-      back.update(part.read(values))
-    except ValueError as error:
-      lines.append(str(error))
+  back, lines = _model_of(FAMILIES[found["model_type"]], found)
   one = {key: ours[key] for key in KEYS}
   one, two = canonical(one), canonical({**one, **back})
   lines += [
@@ -335,7 +303,7 @@ def _differing(ours: Ours, found: Theirs, families: Mapping[str, Family]) -> lis
     if not same_value(one[key], two[key])
   ]
   if not lines:
-    read(found, "what was written", families)
+    read(found, "what was written")
   return lines
 
 
@@ -366,8 +334,7 @@ def _canonical_experts(ours: Ours) -> dict[str, Any]:
   """Returns the keys about experts as `canonical`; `dense_layers` has the layers without."""
   if not ours["experts"]:
     return {key: NEUTRAL[key] for key in _OF_EXPERTS}
-  pattern = types.SimpleNamespace(**ours)
-  dense = tuple(layer for layer in range(ours["layers"]) if not is_sparse(pattern, layer))
+  dense = tuple(layer for layer, sparse in enumerate(sparse_of(ours)) if not sparse)
   found: dict[str, Any] = {"dense_layers": dense, "sparse_every": 1, "mlp_only_layers": ()}
   if not dense:
     found["feedforward_size"] = ours["expert_feedforward_size"]
@@ -380,12 +347,9 @@ def _canonical_experts(ours: Ours) -> dict[str, Any]:
 
 def _canonical_scaling(scaling: tuple) -> tuple:
   """Returns rotary scaling by name, with the factor of the attention written out."""
-  if scaling and not isinstance(scaling[0], str):
-    names = ("factor", "low", "high", "original_length")
-    return "llama3", dict(zip(names, map(float, scaling), strict=True))
   if not scaling:
     return ()
-  kind, given = scaling
+  kind, given = named_scaling(scaling)
   numbers = {name: float(x) if type(x) is int else x for name, x in given.items()}
   if kind == "yarn":
     numbers = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, **numbers}
@@ -413,16 +377,9 @@ def _cannot(where: str, wrong: list[str]) -> str:
   return f"{where} describes a model that cannot be built:\n{lines}"
 
 
-def _unknown_type(where: str, theirs: Theirs, families: Mapping[str, Family]) -> str:
-  model_type = theirs.get("model_type")
+def _unknown_type(where: str, model_type: str | None) -> str:
   if model_type is None:
     return f"{where} has no model_type, so it is not the config.json of a model"
-  near = nearest(model_type[:99], [*families, *TEXT_PARTS])
-  known = ", ".join([*families, *TEXT_PARTS])
-  return f"{where}: unknown model_type {short(model_type)}; known are {known}{near}"
-
-
-def _all() -> Mapping[str, Family]:
-  from interop.hf_families import FAMILIES  # where no folder is read or written, not imported
-
-  return FAMILIES
+  known = [*FAMILIES, *TEXT_PARTS]
+  near = nearest(model_type[:99], known)
+  return f"{where}: unknown model_type {short(model_type)}; known are {', '.join(known)}{near}"

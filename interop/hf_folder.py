@@ -1,22 +1,23 @@
 """A model folder: on disk, or on the Hub (hf://OWNER/NAME), where it is downloaded from first.
 
 It holds config.json, the weights in one safetensors file or in several with an index, and usually
-generation_config.json and a tokenizer. Nothing here imports JAX.
+generation_config.json and a tokenizer. What reads these is imported where a folder is read, since
+every job asks whether it begins with one.
 """
 
 import functools
 import hashlib
-import json
 import os
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from interop import hf_config, safetensors_file
-from interop.safetensors_file import Stored
 from runtime import files
 from runtime.suggest import nearest
+
+if TYPE_CHECKING:
+  from interop.hf_config import Described
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -25,13 +26,8 @@ _HUB = "hf://"
 # What is downloaded to know a model and its tokenizer, and then for its weights.
 _SMALL = ["*.json", "*.jinja", "*.model", "*.txt"]
 _WEIGHTS = ["*.safetensors"]
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _NAMED = 8
-_MOST_FILES = 2**12  # of weights; a terabyte in files of 5 GB are 200
-_COPY, _STATE = (
-  "tokenizer",
-  "state",
-)  # of a checkpoint, as integrity.py names them
+_COPY, _STATE = "tokenizer", "state"  # of a checkpoint, as integrity.py names them
 
 
 def is_model(location: str | os.PathLike) -> bool:
@@ -118,127 +114,45 @@ def _downloaded(location: str, key: str, weights: bool) -> pathlib.Path:
 # ------------------------------ config.json ------------------------------
 
 
-def read_config(folder: pathlib.Path, key: str) -> hf_config.Described:
+def read_config(folder: pathlib.Path, key: str) -> "Described":
   """Returns what a folder's config.json says of its model.
 
   Raises:
     ValueError: it is missing or not JSON, or describes a model that cannot be built.
   """
-  return hf_config.read(_object(folder / CONFIG, key), str(folder / CONFIG))
+  from interop import hf_config
+
+  return hf_config.read(read_object(folder / CONFIG, key), str(folder / CONFIG))
 
 
-def _object(path: pathlib.Path, key: str) -> Any:
+def read_object(path: pathlib.Path, key: str) -> Any:
+  """Returns the JSON of a folder's file; raises ValueError, which says what the folder is."""
   try:
     return files.read_json(path, follow=True)
   except FileNotFoundError:
     folder = path.parent
     if (folder / ADAPTER).exists():
-      raise ValueError(
-        f"{key}={folder}: it is an adapter ({ADAPTER}), not a model; name the folder of its base"
-      ) from None
+      raise ValueError(not_a_model(folder, key)) from None
     raise ValueError(
-      f"{key}={folder}: it has no {path.name}, only {_listed(folder)}; name the folder of a model"
+      f"{key}={folder}: it has no {path.name}, only {listed(folder)}; name the folder of a model"
     ) from None
   except (OSError, ValueError) as error:
     raise ValueError(f"{key}: {path} cannot be read ({error})") from error
 
 
-def _listed(folder: pathlib.Path) -> str:
+def not_a_model(folder: pathlib.Path, key: str) -> str:
+  """Returns what a refusal says of the folder of an adapter."""
+  return f"{key}={folder}: it is an adapter ({ADAPTER}), not a model; name the folder of its base"
+
+
+def listed(folder: pathlib.Path) -> str:
+  """Returns the names of a folder's files, as a message has them."""
   names = sorted(path.name for path in folder.iterdir())
   return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "") or "nothing"
 
 
-def decoder_config(content: bytes) -> bytes:
-  """Returns the content of a config.json; of a model with images, that of its decoder."""
-  theirs = files.parse_json(content)
-  inner = hf_config.text_part(theirs)
-  return content if inner is theirs else f"{files.json_text(inner, indent=2)}\n".encode()
-
-
-# ------------------------------ weights ------------------------------
-
-
-def stored_tensors(folder: pathlib.Path, key: str) -> dict[str, Stored]:
-  """Returns name -> array of a folder's weights, of which only the headers are read.
-
-  Raises:
-    ValueError: there are none, files are missing or damaged, or the index names other arrays than
-      the files have; everything in one message.
-  """
-  if not (folder / INDEX).exists():
-    if not (folder / SINGLE).exists():
-      raise ValueError(_no_weights(folder, key))
-    return _header(folder / SINGLE)
-  content = _object(folder / INDEX, key)
-  places = content.get("weight_map") if isinstance(content, Mapping) else None
-  plain = isinstance(places, Mapping) and all(
-    isinstance(name, str) and name == os.path.basename(name) for name in places.values()
-  )
-  if not plain or not places:
-    raise ValueError(f"{key}: {folder / INDEX} has no weight_map of names of files beside it")
-  names = sorted(set(places.values()))
-  if len(names) > _MOST_FILES:
-    raise ValueError(
-      f"{key}: {folder / INDEX} names {len(names):,} files, and at most {_MOST_FILES:,} are read"
-    )
-  if missing := [name for name in names if not (folder / name).exists()]:
-    listed = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
-    raise ValueError(
-      f"{key}={folder}: {len(missing)} of the {len(names)} files that {INDEX} names are missing: "
-      f"{listed}; download them too"
-    )
-  found, wrong = {}, []
-  for name in names:
-    header = _header(folder / name)
-    wrong += [
-      f"{tensor} is in {name}, and the index says {places.get(tensor, 'nothing of it')}"
-      for tensor in header
-      if places.get(tensor) != name
-    ]
-    found.update(header)
-  wrong += [f"{tensor} is not in {name}" for tensor, name in places.items() if tensor not in found]
-  if wrong:
-    more = [f"and {len(wrong) - _NAMED} more"] if len(wrong) > _NAMED else []
-    lines = "\n".join(f"  {line}" for line in [*wrong[:_NAMED], *more])
-    raise ValueError(f"{folder / INDEX} does not fit the files beside it:\n{lines}")
-  return found
-
-
-def _header(path: pathlib.Path) -> dict[str, Stored]:
-  try:
-    return safetensors_file.read_header(path)
-  except OSError as error:
-    raise ValueError(f"{path} cannot be read ({error})") from error
-
-
-def _no_weights(folder: pathlib.Path, key: str) -> str:
-  names = sorted(path.name for path in folder.iterdir())
-  if (folder / ADAPTER).exists():
-    return f"{key}={folder}: it is an adapter ({ADAPTER}), not a model; name the folder of its base"
-  if pickles := [name for name in names if name.endswith(_PICKLES)]:
-    return (
-      f"{key}={folder}: its weights are pickled ({pickles[0]}), and reading a pickle runs code. "
-      f"Write them as safetensors, where transformers is installed: `python -c 'from "
-      f'transformers import AutoModelForCausalLM as M; M.from_pretrained("{folder}")'
-      f'.save_pretrained("{folder}")\'`'
-    )
-  if shards := [name for name in names if name.endswith(".safetensors")]:
-    return (
-      f"{key}={folder}: it has {shards[0]}, and neither {SINGLE} nor {INDEX}; download that too"
-    )
-  return f"{key}={folder}: it has no weights ({SINGLE}), only {_listed(folder)}"
-
-
-def digest(folder: pathlib.Path, *, weights: bool) -> str:
-  """Returns a digest of a folder's model or adapter: of its config, and of the weights' headers."""
-  adapter = is_adapter(folder)
-  hashed = hashlib.sha256(files.read_bytes(folder / (ADAPTER if adapter else CONFIG), follow=True))
-  if weights:
-    key = "checkpoint.initialize_from"
-    tensors = _header(folder / ADAPTER_WEIGHTS) if adapter else stored_tensors(folder, key)
-    facts = {
-      name: [one.dtype, one.shape, one.size, os.path.basename(one.path)]
-      for name, one in tensors.items()
-    }
-    hashed.update(json.dumps(facts, sort_keys=True).encode())
+def digest(folder: pathlib.Path, more: str = "") -> str:
+  """Returns a digest of the config of a folder's model or adapter, and of a text."""
+  config = folder / (ADAPTER if is_adapter(folder) else CONFIG)
+  hashed = hashlib.sha256(files.read_bytes(config, follow=True) + more.encode())
   return hashed.hexdigest()[:16]

@@ -5,11 +5,11 @@ the order of the dims.
 
 A family's table has a row for each tensor: its name, with {} for the number of the layer, and a
 second one for that of the expert; its dims, in the letters of the modules' `dims`, those of
-an axis written together; and our parameter. So `("NH D", "layers/attention/query/kernel")` is a
+an axis written together; and our parameters. So `("NH D", "layers/attention/query/kernel")` is a
 matrix [N * H, D] of what is [D, N, H] here. A fused tensor joins several parameters along one axis,
-one after the other, `("NH+KH+KH D", (query, key, value))`, or element by element in turn,
-`("D M|M", (gate, up))`. A tensor of all experts has them first: `("E M+M D", (gate, up))`. A row
-whose parameters a config does not have, or has with other dims, is left out.
+one after the other, `("NH+KH+KH D", query, key, value)`, or element by element in turn,
+`("D M|M", gate, up)`. A tensor of all experts has them first: `("E M+M D", gate, up)`. A row whose
+parameters a model does not have, or has with other dims, is left out.
 """
 
 import dataclasses
@@ -19,14 +19,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
-from ml_collections import ConfigDict
 
-from models import model_spec
 from models.spec import LAYERS, LORA_A, LORA_B, DecoderSpec
 
 # ------------------------------ the tables ------------------------------
 
-Row = tuple[str, str | tuple[str, ...]]
+Row = tuple[str, ...]  # the dims, and our parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Names:
   """The tensors of a family.
 
   Attributes:
-    rows: tensor name -> (dims, our parameter, or several of a fused tensor).
+    rows: tensor name -> row.
     prefix: of all names but the logits'; a folder may leave it out everywhere.
     inner: beginnings of names in the folder of a model of which this is a part -> what they are.
     unused: patterns of tensors without parameters: buffers that the code computes itself, and
@@ -53,63 +51,75 @@ class Names:
 
 
 LAYER = "model.layers.{}."
+
+
+def linear(name: str, dims: str, *ours: str) -> dict[str, Row]:
+  """Returns the rows of a linear layer, or of a fused one: of its kernel [out, in], and its bias.
+
+  Args:
+    name: of the module, within a layer.
+    dims: of the kernel.
+    *ours: our modules, within a layer.
+  """
+  return {
+    f"{LAYER}{name}.weight": (dims, *(f"layers/{one}/kernel" for one in ours)),
+    f"{LAYER}{name}.bias": (dims.split(" ")[0], *(f"layers/{one}/bias" for one in ours)),
+  }
+
+
+def norm(name: str, ours: str, dims: str = "D") -> dict[str, Row]:
+  """Returns the row of a norm within a layer."""
+  return {f"{LAYER}{name}.weight": (dims, f"layers/{ours}/scale")}
+
+
 ENDS: dict[str, Row] = {
   "model.embed_tokens.weight": ("V D", "embed/table"),
   "model.norm.weight": ("D", "final_norm/scale"),
   "lm_head.weight": ("V D", "unembed/kernel"),
 }
-NORMS: dict[str, Row] = {
-  f"{LAYER}input_layernorm.weight": ("D", "layers/attention_norm/scale"),
-  f"{LAYER}post_attention_layernorm.weight": ("D", "layers/mlp_norm/scale"),
+NORMS = {
+  **norm("input_layernorm", "attention_norm"),
+  **norm("post_attention_layernorm", "mlp_norm"),
 }
-ATTENTION: dict[str, Row] = {
-  f"{LAYER}self_attn.q_proj.weight": ("NH D", "layers/attention/query/kernel"),
-  f"{LAYER}self_attn.k_proj.weight": ("KH D", "layers/attention/key/kernel"),
-  f"{LAYER}self_attn.v_proj.weight": ("KH D", "layers/attention/value/kernel"),
-  f"{LAYER}self_attn.o_proj.weight": ("D NH", "layers/attention/out/kernel"),
-  f"{LAYER}self_attn.q_proj.bias": ("NH", "layers/attention/query/bias"),
-  f"{LAYER}self_attn.k_proj.bias": ("KH", "layers/attention/key/bias"),
-  f"{LAYER}self_attn.v_proj.bias": ("KH", "layers/attention/value/bias"),
-  f"{LAYER}self_attn.o_proj.bias": ("D", "layers/attention/out/bias"),
-  f"{LAYER}self_attn.q_norm.weight": ("H", "layers/attention/query_norm/scale"),
-  f"{LAYER}self_attn.k_norm.weight": ("H", "layers/attention/key_norm/scale"),
+ATTENTION = {
+  **linear("self_attn.q_proj", "NH D", "attention/query"),
+  **linear("self_attn.k_proj", "KH D", "attention/key"),
+  **linear("self_attn.v_proj", "KH D", "attention/value"),
+  **linear("self_attn.o_proj", "D NH", "attention/out"),
+  **norm("self_attn.q_norm", "attention/query_norm", "H"),
+  **norm("self_attn.k_norm", "attention/key_norm", "H"),
 }
-MLP: dict[str, Row] = {
-  f"{LAYER}mlp.gate_proj.weight": ("F D", "layers/mlp/gate/kernel"),
-  f"{LAYER}mlp.up_proj.weight": ("F D", "layers/mlp/up/kernel"),
-  f"{LAYER}mlp.down_proj.weight": ("D F", "layers/mlp/down/kernel"),
-  f"{LAYER}mlp.gate_proj.bias": ("F", "layers/mlp/gate/bias"),
-  f"{LAYER}mlp.up_proj.bias": ("F", "layers/mlp/up/bias"),
-  f"{LAYER}mlp.down_proj.bias": ("D", "layers/mlp/down/bias"),
+# Norms of queries and keys across heads.
+NORMS_ACROSS_HEADS = {
+  **norm("self_attn.q_norm", "attention/query_norm", "NH"),
+  **norm("self_attn.k_norm", "attention/key_norm", "KH"),
 }
-# Norms after the two parts of a layer alone, and of queries and keys across heads.
-OLMO_NORMS: dict[str, Row] = {
-  f"{LAYER}post_attention_layernorm.weight": ("D", "layers/attention_post_norm/scale"),
-  f"{LAYER}post_feedforward_layernorm.weight": ("D", "layers/mlp_post_norm/scale"),
-  f"{LAYER}self_attn.q_norm.weight": ("NH", "layers/attention/query_norm/scale"),
-  f"{LAYER}self_attn.k_norm.weight": ("KH", "layers/attention/key_norm/scale"),
+MLP = {
+  **linear("mlp.gate_proj", "F D", "mlp/gate"),
+  **linear("mlp.up_proj", "F D", "mlp/up"),
+  **linear("mlp.down_proj", "D F", "mlp/down"),
+}
+# Norms after the two parts of a layer alone.
+OLMO_NORMS = {
+  **norm("post_attention_layernorm", "attention_post_norm"),
+  **norm("post_feedforward_layernorm", "mlp_post_norm"),
 }
 # Norms before and after each of the two parts of a layer.
-FOUR_NORMS: dict[str, Row] = {
-  f"{LAYER}input_layernorm.weight": ("D", "layers/attention_norm/scale"),
-  f"{LAYER}post_attention_layernorm.weight": ("D", "layers/attention_post_norm/scale"),
-  f"{LAYER}pre_feedforward_layernorm.weight": ("D", "layers/mlp_norm/scale"),
-  f"{LAYER}post_feedforward_layernorm.weight": ("D", "layers/mlp_post_norm/scale"),
+FOUR_NORMS = {
+  **norm("input_layernorm", "attention_norm"),
+  **norm("post_attention_layernorm", "attention_post_norm"),
+  **norm("pre_feedforward_layernorm", "mlp_norm"),
+  **norm("post_feedforward_layernorm", "mlp_post_norm"),
 }
-FUSED: dict[str, Row] = {
-  f"{LAYER}self_attn.qkv_proj.weight": (
-    "NH+KH+KH D",
-    tuple(f"layers/attention/{name}/kernel" for name in ("query", "key", "value")),
-  ),
-  f"{LAYER}self_attn.o_proj.weight": ("D NH", "layers/attention/out/kernel"),
-  f"{LAYER}mlp.gate_up_proj.weight": (
-    "F+F D",
-    ("layers/mlp/gate/kernel", "layers/mlp/up/kernel"),
-  ),
-  f"{LAYER}mlp.down_proj.weight": ("D F", "layers/mlp/down/kernel"),
+QKV = ("attention/query", "attention/key", "attention/value")
+FUSED = {
+  **linear("self_attn.qkv_proj", "NH+KH+KH D", *QKV),
+  **linear("self_attn.o_proj", "D NH", "attention/out"),
+  **linear("mlp.gate_up_proj", "F+F D", "mlp/gate", "mlp/up"),
+  **linear("mlp.down_proj", "D F", "mlp/down"),
 }
 LLAMA = Names({**ENDS, **NORMS, **ATTENTION, **MLP})
-OLMO_2 = Names({**ENDS, **ATTENTION, **OLMO_NORMS, **MLP})
+OLMO_2 = Names({**ENDS, **ATTENTION, **OLMO_NORMS, **NORMS_ACROSS_HEADS, **MLP})
 GEMMA_2 = Names({**ENDS, **FOUR_NORMS, **ATTENTION, **MLP})
 # Also the decoder of a folder with images, as transformers 4 and 5 write it.
 GEMMA_3 = dataclasses.replace(
@@ -126,58 +136,48 @@ GEMMA_3 = dataclasses.replace(
   ),
 )
 
-GPT_2_LAYER = "transformer.h.{}."
-# Its kernels are stored as they multiply, [in, out].
-GPT_2 = Names(
-  {
+
+def _gpt_2_rows() -> dict[str, Row]:
+  """Returns the rows of GPT-2, whose kernels are stored as they multiply, [in, out]."""
+  rows: dict[str, Row] = {
     "transformer.wte.weight": ("V D", "embed/table"),
     "transformer.wpe.weight": ("P D", "positions/table"),
     "transformer.ln_f.weight": ("D", "final_norm/scale"),
     "transformer.ln_f.bias": ("D", "final_norm/bias"),
     "lm_head.weight": ("V D", "unembed/kernel"),
-    f"{GPT_2_LAYER}ln_1.weight": ("D", "layers/attention_norm/scale"),
-    f"{GPT_2_LAYER}ln_1.bias": ("D", "layers/attention_norm/bias"),
-    f"{GPT_2_LAYER}attn.c_attn.weight": (
-      "D NH+KH+KH",
-      tuple(f"layers/attention/{name}/kernel" for name in ("query", "key", "value")),
-    ),
-    f"{GPT_2_LAYER}attn.c_attn.bias": (
-      "NH+KH+KH",
-      tuple(f"layers/attention/{name}/bias" for name in ("query", "key", "value")),
-    ),
-    f"{GPT_2_LAYER}attn.c_proj.weight": ("NH D", "layers/attention/out/kernel"),
-    f"{GPT_2_LAYER}attn.c_proj.bias": ("D", "layers/attention/out/bias"),
-    f"{GPT_2_LAYER}ln_2.weight": ("D", "layers/mlp_norm/scale"),
-    f"{GPT_2_LAYER}ln_2.bias": ("D", "layers/mlp_norm/bias"),
-    f"{GPT_2_LAYER}mlp.c_fc.weight": ("D F", "layers/mlp/up/kernel"),
-    f"{GPT_2_LAYER}mlp.c_fc.bias": ("F", "layers/mlp/up/bias"),
-    f"{GPT_2_LAYER}mlp.c_proj.weight": ("F D", "layers/mlp/down/kernel"),
-    f"{GPT_2_LAYER}mlp.c_proj.bias": ("D", "layers/mlp/down/bias"),
-  },
+  }
+  for name, dims, *ours in (
+    ("ln_1", "D", "attention_norm"),
+    ("attn.c_attn", "D NH+KH+KH", *QKV),
+    ("attn.c_proj", "NH D", "attention/out"),
+    ("ln_2", "D", "mlp_norm"),
+    ("mlp.c_fc", "D F", "mlp/up"),
+    ("mlp.c_proj", "F D", "mlp/down"),
+  ):
+    weight = "kernel" if " " in dims else "scale"
+    start = f"transformer.h.{{}}.{name}."
+    rows[f"{start}weight"] = (dims, *(f"layers/{one}/{weight}" for one in ours))
+    rows[f"{start}bias"] = (dims.split(" ")[-1], *(f"layers/{one}/bias" for one in ours))
+  return rows
+
+
+GPT_2 = Names(
+  _gpt_2_rows(),
   prefix="transformer.",
   unused=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
   tied=("lm_head.weight", "transformer.wte.weight"),
 )
 
 # Queries have a latent vector, or they have none.
-LATENT_ATTENTION: dict[str, Row] = {
-  f"{LAYER}self_attn.q_proj.weight": ("NH D", "layers/attention/query/kernel"),
-  f"{LAYER}self_attn.q_a_proj.weight": ("q D", "layers/attention/query_latent/kernel"),
-  f"{LAYER}self_attn.q_a_proj.bias": ("q", "layers/attention/query_latent/bias"),
-  f"{LAYER}self_attn.q_a_layernorm.weight": ("Q", "layers/attention/query_latent_norm/scale"),
-  f"{LAYER}self_attn.q_b_proj.weight": ("NH Q", "layers/attention/query/kernel"),
-  f"{LAYER}self_attn.kv_a_proj_with_mqa.weight": (
-    "c+I D",
-    ("layers/attention/latent/kernel", "layers/attention/rotary_key/kernel"),
-  ),
-  f"{LAYER}self_attn.kv_a_proj_with_mqa.bias": (
-    "c+I",
-    ("layers/attention/latent/bias", "layers/attention/rotary_key/bias"),
-  ),
-  f"{LAYER}self_attn.kv_a_layernorm.weight": ("C", "layers/attention/latent_norm/scale"),
-  f"{LAYER}self_attn.kv_b_proj.weight": ("KJ C", "layers/attention/key_value/kernel"),
-  f"{LAYER}self_attn.o_proj.weight": ("D NU", "layers/attention/out/kernel"),
-  f"{LAYER}self_attn.o_proj.bias": ("D", "layers/attention/out/bias"),
+LATENT_ATTENTION = {
+  **linear("self_attn.q_proj", "NH D", "attention/query"),
+  **linear("self_attn.q_a_proj", "q D", "attention/query_latent"),
+  **norm("self_attn.q_a_layernorm", "attention/query_latent_norm", "Q"),
+  **linear("self_attn.q_b_proj", "NH Q", "attention/query"),
+  **linear("self_attn.kv_a_proj_with_mqa", "c+I D", "attention/latent", "attention/rotary_key"),
+  **norm("self_attn.kv_a_layernorm", "attention/latent_norm", "C"),
+  **linear("self_attn.kv_b_proj", "KJ C", "attention/key_value"),
+  **linear("self_attn.o_proj", "D NU", "attention/out"),
 }
 ROUTER: dict[str, Row] = {f"{LAYER}mlp.gate.weight": ("e D", "layers/experts/router/kernel")}
 
@@ -196,7 +196,7 @@ def experts_one_by_one(
 _GATE_UP = ("layers/experts/gate/kernel", "layers/experts/up/kernel")
 # As version 5 of transformers has them in memory.
 MERGED_EXPERTS: dict[str, Row] = {
-  f"{LAYER}mlp.experts.gate_up_proj": ("E M+M D", _GATE_UP),
+  f"{LAYER}mlp.experts.gate_up_proj": ("E M+M D", *_GATE_UP),
   f"{LAYER}mlp.experts.down_proj": ("E D M", "layers/experts/down/kernel"),
 }
 MIXTRAL = Names(
@@ -213,14 +213,7 @@ QWEN_3_MOE = Names(
   {**ENDS, **NORMS, **ATTENTION, **MLP, **ROUTER, **experts_one_by_one("mlp")},
   others=(MERGED_EXPERTS,),
 )
-OLMOE = Names(
-  {
-    **QWEN_3_MOE.rows,
-    f"{LAYER}self_attn.q_norm.weight": ("NH", "layers/attention/query_norm/scale"),
-    f"{LAYER}self_attn.k_norm.weight": ("KH", "layers/attention/key_norm/scale"),
-  },
-  others=(MERGED_EXPERTS,),
-)
+OLMOE = Names({**QWEN_3_MOE.rows, **NORMS_ACROSS_HEADS}, others=(MERGED_EXPERTS,))
 DEEPSEEK = Names(
   {
     **ENDS,
@@ -230,9 +223,9 @@ DEEPSEEK = Names(
     **ROUTER,
     f"{LAYER}mlp.gate.e_score_correction_bias": ("e", "layers/experts/router/correction"),
     **experts_one_by_one("mlp"),
-    f"{LAYER}mlp.shared_experts.gate_proj.weight": ("W D", "layers/experts/shared/gate/kernel"),
-    f"{LAYER}mlp.shared_experts.up_proj.weight": ("W D", "layers/experts/shared/up/kernel"),
-    f"{LAYER}mlp.shared_experts.down_proj.weight": ("D W", "layers/experts/shared/down/kernel"),
+    **linear("mlp.shared_experts.gate_proj", "W D", "experts/shared/gate"),
+    **linear("mlp.shared_experts.up_proj", "W D", "experts/shared/up"),
+    **linear("mlp.shared_experts.down_proj", "D W", "experts/shared/down"),
   },
   # The layer behind the last predicts further tokens, in training and to decode speculatively.
   unused=("model.layers.*.self_attn.rotary_emb.inv_freq", "model.layers.{}.*"),
@@ -247,16 +240,15 @@ GPT_OSS = Names(
     f"{LAYER}self_attn.sinks": ("N", "layers/attention/sinks"),
     f"{LAYER}mlp.router.weight": ("e D", "layers/experts/router/kernel"),
     f"{LAYER}mlp.router.bias": ("e", "layers/experts/router/bias"),
-    f"{LAYER}mlp.experts.gate_up_proj": ("E D M|M", _GATE_UP),
+    f"{LAYER}mlp.experts.gate_up_proj": ("E D M|M", *_GATE_UP),
     f"{LAYER}mlp.experts.gate_up_proj_bias": (
-      "E M|M",
-      ("layers/experts/gate/bias", "layers/experts/up/bias"),
+      *("E M|M", "layers/experts/gate/bias", "layers/experts/up/bias"),
     ),
     f"{LAYER}mlp.experts.down_proj": ("E M D", "layers/experts/down/kernel"),
     f"{LAYER}mlp.experts.down_proj_bias": ("E D", "layers/experts/down/bias"),
   },
   others=(
-    {f"{LAYER}mlp.experts.gate_up_proj_blocks": ("E M|M D", _GATE_UP)},
+    {f"{LAYER}mlp.experts.gate_up_proj_blocks": ("E M|M D", *_GATE_UP)},
     {f"{LAYER}mlp.experts.down_proj_blocks": ("E D M", "layers/experts/down/kernel")},
   ),
 )
@@ -336,19 +328,19 @@ class Tensor:
   parts: tuple[Part, ...]
 
 
-def sizes_of(config: ConfigDict) -> dict[str, int]:
+def sizes_of(spec: DecoderSpec) -> dict[str, int]:
   """Returns letter -> size in a folder: ours, but the vocabulary without padding."""
-  found = {letter: dim.size for letter, dim in model_spec(config).legend.items()}
-  return {**found, "V": config.model.vocabulary_size}
+  found = {letter: dim.size for letter, dim in spec.legend.items()}
+  return {**found, "V": spec.vocabulary_size}
 
 
 def tensors(
-  config: ConfigDict, model_type: str, rows: Mapping[str, Row] | None = None
+  spec: DecoderSpec, model_type: str, rows: Mapping[str, Row] | None = None
 ) -> dict[str, Tensor]:
   """Returns the tensors of a model of a family, by name, layer after layer.
 
   Args:
-    config: finalized.
+    spec: of the model.
     model_type: the family's, in FAMILIES.
     rows: of the folder; None: those that are written.
 
@@ -356,26 +348,25 @@ def tensors(
     ValueError: a parameter of the model that no tensor of the family holds.
   """
   found: dict[str, Tensor] = {}
-  spec, sizes = model_spec(config), sizes_of(config)
+  sizes = sizes_of(spec)
   rows = FAMILIES[model_type].rows if rows is None else rows
   in_layers = {name: row for name, row in rows.items() if "{}" in name}
   for name, row in rows.items():
     if name not in in_layers and (one := _tensor(spec, sizes, name, row, ())):
       found[one.name] = one
-  for layer in range(config.model.layers):
+  for layer in range(spec.layers):
     stack, index = spec.place_of(layer)
-    for name, (dims, ours) in in_layers.items():
-      row = dims, tuple(stack + one.removeprefix(LAYERS) for one in _names(ours))
-      each = [(number,) for number in range(config.model.experts)]
+    for name, (dims, *ours) in in_layers.items():
+      row = dims, *(stack + one.removeprefix(LAYERS) for one in ours)
+      each = [(number,) for number in range(spec.experts)]
       for expert in each if name.count("{}") > 1 else [()]:
         if one := _tensor(spec, sizes, name.format(layer, *expert), row, (index, *expert)):
           found[one.name] = one
   used = {part.parameter for one in found.values() for part in one.parts}
-  patterns = spec.parameters
   adapters = (LORA_A, LORA_B)  # in no model's folder
   missing = [
     pattern
-    for pattern in patterns
+    for pattern in spec.parameters
     if not pattern.endswith(adapters) and not any(re.fullmatch(pattern, name) for name in used)
   ]
   if missing:
@@ -395,7 +386,7 @@ def _tensor(
     row: of the table.
     place: of the parameters, without the expert that a tensor of all experts has; see `Part`.
   """
-  dims, parameters = row[0], _names(row[1])
+  dims, *parameters = row
   letters = [spec.optional_letters(one) for one in parameters]
   if not any(letters):
     return None
@@ -481,20 +472,20 @@ class Matched:
 
 
 def match(
-  stored: Mapping[str, tuple[int, ...]], config: ConfigDict, model_type: str
+  stored: Mapping[str, tuple[int, ...]], spec: DecoderSpec, model_type: str
 ) -> tuple[Matched, list[str]]:
   """Finds the tensor for each name of a folder, and what is wrong with them.
 
   Args:
     stored: name -> shape, of all tensors of a folder.
-    config: finalized.
+    spec: of the model.
     model_type: the family's.
 
   Returns:
     What they are; and a line for each that is missing, not known or of another shape.
   """
   names = FAMILIES[model_type]
-  wanted = tensors(config, model_type, rows_of(names, stored))
+  wanted = tensors(spec, model_type, rows_of(names, stored))
   known = {full_name(name, stored, names): name for name in stored}
   found, wrong = {}, []
   for name, tensor in wanted.items():
@@ -505,13 +496,13 @@ def match(
       wrong.append(f"{name} has shape {shape}, and the config says {list(tensor.shape)}")
     else:
       found[known[name]] = tensor
-  unused = [one.format(config.model.layers) for one in names.unused]
+  unused = [one.format(spec.layers) for one in names.unused]
   logits, embedding = names.tied
   copies = ""
   for name, given in known.items():
     if name in wanted or any(fnmatch.fnmatchcase(name, one) for one in unused):
       continue
-    if name == logits and config.model.tied_embeddings and embedding in known:
+    if name == logits and spec.tied_embeddings and embedding in known:
       copies = given
     else:
       wrong.append(f"{given} is not known: no part of a model of type {model_type!r}")
@@ -525,15 +516,10 @@ def rows_of(names: Names, stored: Iterable[str]) -> Mapping[str, Row]:
   for others in names.others:
     if there.isdisjoint(others):
       continue
-    held = {one for _, ours in others.values() for one in _names(ours)}
-    kept = {name: row for name, row in rows.items() if held.isdisjoint(_names(row[1]))}
+    held = {one for _, *ours in others.values() for one in ours}
+    kept = {name: row for name, row in rows.items() if held.isdisjoint(row[1:])}
     rows = {**kept, **others}
   return rows
-
-
-def _names(ours: str | tuple[str, ...]) -> tuple[str, ...]:
-  """Returns the parameters of a row."""
-  return (ours,) if isinstance(ours, str) else ours
 
 
 def full_name(name: str, stored: Iterable[str], names: Names) -> str:

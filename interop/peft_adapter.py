@@ -19,15 +19,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from interop import hf_folder, name_maps, safetensors_file
-from interop.hf_family import short
+from interop.hf_parts import short
 from interop.name_maps import Part, Tensor
-from interop.safetensors_file import DTYPES, Stored
-from models import model_spec
-from models.spec import LORA_A, LORA_B, RESIDUAL
+from interop.safetensors_file import DTYPES
+from models.spec import LORA_A, LORA_B, RESIDUAL, DecoderSpec
 from runtime import files, forms
 from runtime.forms import ABOVE_0, SIZE, Each, OrNull
 
-CONFIG_FILE, WEIGHTS = "adapter_config.json", "adapter_model"
 PREFIX = "base_model.model."
 _KERNEL = "/kernel"
 
@@ -41,47 +39,52 @@ class Module:
     layers: our names of the layers that it is fused of, those without an adapter, too.
     adapted: those of them that have one.
     transposed: it stores its kernel as [in, out].
+    target: the shortest ending of its name that no module without an adapter has.
   """
 
   name: str
   layers: tuple[str, ...]
   adapted: tuple[str, ...]
   transposed: bool
+  target: str
 
 
-def modules(config: ConfigDict, model_type: str) -> list[Module]:
-  """Returns the modules of a family in which a config has adapters."""
-  found = []
-  for name, (dims, parameters) in name_maps.FAMILIES[model_type].rows.items():
-    kernels = (parameters,) if isinstance(parameters, str) else parameters
-    layers = tuple(one.removesuffix(_KERNEL) for one in kernels if one.endswith(_KERNEL))
-    adapted = tuple(one for one in layers if model_spec(config).lora.adapts(one))
+def modules(spec: DecoderSpec, model_type: str) -> list[Module]:
+  """Returns the modules of a family in which a model has adapters."""
+  found, others = [], []
+  for name, (dims, *parameters) in name_maps.FAMILIES[model_type].rows.items():
+    layers = tuple(one.removesuffix(_KERNEL) for one in parameters if one.endswith(_KERNEL))
+    adapted = tuple(one for one in layers if spec.lora.adapts(one))
     if adapted:
-      inputs = _letters(config, adapted[0], LORA_A).removesuffix("r")
-      transposed = dims.split(" ")[0] == inputs
-      found.append(Module(name.removesuffix(".weight"), layers, adapted, transposed))
-  return found
+      inputs = spec.letters_of(f"{adapted[0]}/{LORA_A}").removesuffix("r")
+      found.append((name.removesuffix(".weight"), layers, adapted, dims.split(" ")[0] == inputs))
+    else:
+      others.append(name.removesuffix(".weight"))
+  return [Module(*one, _target(one[0], others)) for one in found]
 
 
-def _letters(config: ConfigDict, layer: str, part: str) -> str:
-  return model_spec(config).letters_of(f"{layer}/{part}")
+def _target(name: str, others: list[str]) -> str:
+  parts = name.split(".")
+  endings = (".".join(parts[-count:]) for count in range(1, len(parts)))
+  return next(
+    ending for ending in endings if not any(f".{one}".endswith(f".{ending}") for one in others)
+  )
 
 
-def adapter_config(config: ConfigDict, model_type: str, base: str | None) -> dict[str, Any]:
+def adapter_config(spec: DecoderSpec, model_type: str, base: str | None) -> dict[str, Any]:
   """Returns the adapter_config.json of a model with adapters.
 
   Args:
-    config: finalized.
+    spec: of the model.
     model_type: the family of its base.
     base: folder or name of the base; None: it has none that others know.
   """
-  lora, found = config.lora, modules(config, model_type)
+  lora, found = spec.lora, modules(spec, model_type)
   ranks, alphas = {}, {}
   for module in found:
     if (count := len(module.adapted)) > 1:
-      name = _target(module, found, model_type)
-      ranks[name] = count * lora.rank
-      alphas[name] = _number(lora.alpha * (math.sqrt(count) if lora.rs else count))
+      ranks[module.target] = count * lora.rank
+      alphas[module.target] = _number(lora.alpha * (math.sqrt(count) if lora.rs else count))
   return {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -90,7 +93,7 @@ def adapter_config(config: ConfigDict, model_type: str, base: str | None) -> dic
     "lora_alpha": _number(lora.alpha),
     "lora_dropout": lora.dropout,
     "use_rslora": lora.rs,
-    "target_modules": sorted({_target(module, found, model_type) for module in found}),
+    "target_modules": sorted({module.target for module in found}),
     "rank_pattern": ranks,
     "alpha_pattern": alphas,
     "fan_in_fan_out": found[0].transposed,
@@ -103,18 +106,6 @@ def adapter_config(config: ConfigDict, model_type: str, base: str | None) -> dic
 
 def _number(value: float) -> float | int:
   return int(value) if float(value).is_integer() else value
-
-
-def _target(module: Module, targets: list[Module], model_type: str) -> str:
-  """Returns the shortest ending of a module's name that no module without an adapter has."""
-  names = {name.removesuffix(".weight") for name in name_maps.FAMILIES[model_type].rows}
-  others = names - {one.name for one in targets}
-  parts = module.name.split(".")
-  for count in range(1, len(parts)):
-    ending = ".".join(parts[-count:])
-    if not any(f".{one}".endswith(f".{ending}") for one in others):
-      return ending
-  raise AssertionError(module)
 
 
 # ------------------------------ tensors ------------------------------
@@ -131,23 +122,24 @@ class Blocks(Tensor):
   starts: tuple[tuple[int, int], ...] = ()
 
 
-def tensors(config: ConfigDict, model_type: str) -> dict[str, Tensor]:
+def tensors(spec: DecoderSpec, model_type: str) -> dict[str, Tensor]:
   """Returns the tensors of the adapters by name, layer after layer."""
-  found = {}
-  for layer in range(config.model.layers):
-    for module in modules(config, model_type):
+  found, sizes, adapted = {}, name_maps.sizes_of(spec), modules(spec, model_type)
+  for layer in range(spec.layers):
+    for module in adapted:
       start = f"{PREFIX}{module.name.format(layer)}"
       for one in (
-        _a(config, module, layer, f"{start}.lora_A.weight"),
-        _b(config, module, layer, f"{start}.lora_B.weight"),
+        _a(spec, sizes, module, layer, f"{start}.lora_A.weight"),
+        _b(spec, sizes, module, layer, f"{start}.lora_B.weight"),
       ):
         found[one.name] = one
   return found
 
 
-def _a(config: ConfigDict, module: Module, layer: int, name: str) -> Tensor:
-  letters = [_letters(config, one, LORA_A) for one in module.adapted]
-  rank, sizes = config.lora.rank, name_maps.sizes_of(config)
+def _a(
+  spec: DecoderSpec, sizes: Mapping[str, int], module: Module, layer: int, name: str
+) -> Tensor:
+  letters, rank = [spec.letters_of(f"{one}/{LORA_A}") for one in module.adapted], spec.lora.rank
   width = math.prod(sizes[letter] for letter in letters[0].removesuffix("r"))
   parts = tuple(
     Part(f"{one}/{LORA_A}", (layer,), own, ("r", own.removesuffix("r")), number * rank)
@@ -156,11 +148,15 @@ def _a(config: ConfigDict, module: Module, layer: int, name: str) -> Tensor:
   return Tensor(name, (len(parts) * rank, width), 0, parts)
 
 
-def _b(config: ConfigDict, module: Module, layer: int, name: str) -> Tensor:
-  sizes, rank = name_maps.sizes_of(config), config.lora.rank
+def _b(
+  spec: DecoderSpec, sizes: Mapping[str, int], module: Module, layer: int, name: str
+) -> Tensor:
+  rank, width = spec.lora.rank, RESIDUAL.width
   parts, starts, row = [], [], 0
   for one in module.layers:
-    outputs = _outputs(config, one)
+    kernel = spec.letters_of(f"{one}{_KERNEL}")
+    # Of its kernel's letters, those that its inputs do not have.
+    outputs = kernel.removeprefix(width) if kernel.startswith(width) else width
     if one in module.adapted:
       starts.append((row, len(parts) * rank))
       parts.append(Part(f"{one}/{LORA_B}", (layer,), f"r{outputs}", (outputs, "r")))
@@ -169,13 +165,6 @@ def _b(config: ConfigDict, module: Module, layer: int, name: str) -> Tensor:
   if len(module.layers) == 1:
     return Tensor(name, shape, 0, tuple(parts))
   return Blocks(name, shape, 0, tuple(parts), tuple(starts))
-
-
-def _outputs(config: ConfigDict, layer: str) -> str:
-  """Returns the letters of a layer's output: of its kernel's, those that its inputs do not have."""
-  kernel = model_spec(config).letters_of(f"{layer}{_KERNEL}")
-  width = RESIDUAL.width
-  return kernel.removeprefix(width) if kernel.startswith(width) else width
 
 
 def joined(
@@ -197,7 +186,6 @@ def joined(
 
 KEY = "checkpoint.initialize_from"
 TARGETS, DIGEST, DTYPE = "targets", "base_digest", "base_dtype"  # in the metadata of the weights
-WEIGHTS_FILE = f"{WEIGHTS}.safetensors"
 # Keys of adapter_config.json that would change what is computed -> the values that change nothing.
 _OFF: dict[str, tuple] = {
   "peft_type": ("LORA",),
@@ -255,7 +243,7 @@ def read_config(location: str) -> Adapter:
     ValueError: there is none, or it describes adapters that are not there; all in one message.
   """
   folder = hf_folder.local(location, KEY, weights=True)
-  path = folder / CONFIG_FILE
+  path = folder / hf_folder.ADAPTER
   try:
     given = files.read_json(path, follow=True)
   except FileNotFoundError:
@@ -283,13 +271,13 @@ def read_config(location: str) -> Adapter:
   )
 
 
-def adopt(config: ConfigDict, location: str, model_type: str) -> None:
-  """Fills in `lora` for an adapter; `config` is unlocked.
+def adopt(lora: ConfigDict, location: str, model_type: str) -> None:
+  """Fills in the section `lora` for an adapter; it is unlocked.
 
   Raises:
-    ValueError: keys of `lora` are set and contradict the adapter.
+    ValueError: keys of it are set and contradict the adapter.
   """
-  adapter, lora = read_config(location), config.lora
+  adapter = read_config(location)
   given = {key: getattr(adapter, key) for key in ("rank", "alpha", "rs")}
   if not lora.rank:
     lora.update(given)
@@ -308,34 +296,27 @@ def _targets(adapter: Adapter, model_type: str) -> tuple[str, ...]:
   """Returns our layers that an adapter's tensors belong to."""
   if said := metadata(adapter).get(TARGETS):  # of one that was exported here
     return tuple(said.split(","))
-  names = "\n".join(_stored(adapter))
+  stored = [*safetensors_file.read_header(adapter.folder / hf_folder.ADAPTER_WEIGHTS)]
+  names = "\n".join(stored)
   found: list[str] = []
-  for name, (_, parameters) in name_maps.FAMILIES[model_type].rows.items():
-    kernels = (parameters,) if isinstance(parameters, str) else parameters
+  for name, (_, *parameters) in name_maps.FAMILIES[model_type].rows.items():
     module = re.escape(name.removesuffix(".weight")).replace(r"\{\}", r"\d+")
     if re.search(rf"^{re.escape(PREFIX)}{module}\.lora_A\.weight$", names, re.M):
-      found += [one.removesuffix("/kernel") for one in kernels if one.endswith("/kernel")]
+      found += [one.removesuffix(_KERNEL) for one in parameters if one.endswith(_KERNEL)]
   if not found:
     raise ValueError(
       f"{KEY}={adapter.folder}: it is an adapter of another base: it has no tensor of a "
-      f"{model_type!r} model, only such as {next(iter(_stored(adapter)), 'none')}"
+      f"{model_type!r} model, only such as {next(iter(stored), 'none')}"
     )
   return tuple(found)
 
 
 def metadata(adapter: Adapter) -> dict[str, str]:
   """Returns what the file of weights says of itself: of ours, the digest of the base."""
-  return safetensors_file.read_metadata(adapter.folder / WEIGHTS_FILE)
+  return safetensors_file.read_metadata(adapter.folder / hf_folder.ADAPTER_WEIGHTS)
 
 
-def _stored(adapter: Adapter) -> dict[str, Stored]:
-  try:
-    return safetensors_file.read_header(adapter.folder / WEIGHTS_FILE)
-  except OSError as error:
-    raise ValueError(f"{KEY}: {adapter.folder / WEIGHTS_FILE} cannot be read ({error})") from error
-
-
-def read(adapter: Adapter, config: ConfigDict, model_type: str) -> dict[str, np.ndarray]:
+def read(adapter: Adapter, spec: DecoderSpec, model_type: str) -> dict[str, np.ndarray]:
   """Returns our names -> arrays of the adapters, stacked over the layers.
 
   A fused module's adapter is that of each of its parts with the same A; one with a block for each
@@ -343,15 +324,15 @@ def read(adapter: Adapter, config: ConfigDict, model_type: str) -> dict[str, np.
 
   Args:
     adapter: read.
-    config: finalized, with adapters of the same rank, scale and targets.
+    spec: of the model, with adapters of the same rank, scale and targets.
     model_type: the family of the base.
 
   Raises:
-    ValueError: its tensors are not those of the config's adapters; all in one message.
+    ValueError: its tensors are not those of the model's adapters; all in one message.
   """
-  stored, wanted = _stored(adapter), tensors(config, model_type)
-  sizes, rank = name_maps.sizes_of(config), config.lora.rank
-  ours = adapter_config(config, model_type, None)
+  stored = safetensors_file.read_header(adapter.folder / hf_folder.ADAPTER_WEIGHTS)
+  wanted, sizes, rank = tensors(spec, model_type), name_maps.sizes_of(spec), spec.lora.rank
+  ours = adapter_config(spec, model_type, None)
   blocks = bool(adapter.ranks or adapter.alphas)
   found: dict[str, np.ndarray] = {}
   wrong = [f"{name} is not known" for name in stored if name not in wanted]
@@ -368,10 +349,9 @@ def read(adapter: Adapter, config: ConfigDict, model_type: str) -> dict[str, np.
         wrong.append(f"{name} is {is_there}; the base and lora.rank={rank} need {list(shape)}")
         continue
       array = np.array(reader.block(one, slice(0, shape[0]), slice(0, shape[1])))
-      _take_apart(tensor, array, sizes, config.model.layers, found)
+      _take_apart(tensor, array, sizes, spec.layers, found)
   if wrong:
-    lines = [*wrong[:_NAMED], *([f"and {len(wrong) - _NAMED} more"] if len(wrong) > _NAMED else [])]
-    listed = "\n".join(f"  {line}" for line in lines)
+    listed = "\n".join(f"  {line}" for line in forms.first(wrong, _NAMED))
     raise ValueError(f"{KEY}={adapter.folder}: it is an adapter of another base:\n{listed}")
   return found
 

@@ -2,27 +2,335 @@
 
 Each process reads what its devices hold, parameter by parameter and piece by piece, so that the
 host's memory is at most the shards, one more shard, and a piece.
+
+Quantized tensors are made of several entries of the files, and decoded when they are read.
+DeepSeek-V3's files have float8_e4m3fn with a scale for each block of a matrix: `NAME.weight` [R, C]
+is multiplied by `NAME.weight_scale_inv`, float32 with an element for each 128 x 128 elements; the
+last blocks of a row and of a column may be smaller. Source: arXiv:2412.19437, section 3.3.2; the
+names are those of the published files.
+
+gpt-oss's have MXFP4, 4-bit values, 32 of which share a power of two. A matrix [R, C] is `_blocks`,
+bytes [R, C / 32, 16] with two values each, the low four bits first, and `_scales`, bytes
+[R, C / 32]: the exponent plus 127. Every value is one of bfloat16's. Source: OCP Microscaling
+Formats (MX) Specification 1.0, sections 5.3.3 and 6.3.
 """
 
+import abc
 import dataclasses
+import functools
+import json
 import math
+import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
+import ml_dtypes
 import numpy as np
-from ml_collections import ConfigDict
 
 from interop import hf_config, hf_folder, name_maps
+from interop.hf_folder import INDEX, SINGLE
 from interop.name_maps import Part
-from interop.quantization import Weights, combined
-from interop.safetensors_file import DTYPES, Reader, pieces
+from interop.safetensors_file import DTYPES, Reader, Stored, pieces, read_header
+from models.spec import DecoderSpec
 from partitioning.rules import named_leaves
+from runtime import forms
 
 PIECE_BYTES = 2**23  # read at a time
-_NAMED = 30
-Index = tuple[slice, ...]
+_MOST_LINES, _NAMED = 30, 8  # of a message
+_MOST_FILES = 2**12  # of weights; a terabyte in files of 5 GB are 200
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+# ------------------------------ a folder's tensors ------------------------------
+
+
+def stored_tensors(folder: pathlib.Path, key: str) -> dict[str, Stored]:
+  """Returns name -> array of a folder's weights, of which only the headers are read.
+
+  Raises:
+    ValueError: there are none, files are missing or damaged, or the index names other arrays than
+      the files have; everything in one message.
+  """
+  if not (folder / INDEX).exists():
+    if not (folder / SINGLE).exists():
+      raise ValueError(_no_weights(folder, key))
+    return read_header(folder / SINGLE)
+  content = hf_folder.read_object(folder / INDEX, key)
+  places = content.get("weight_map") if isinstance(content, Mapping) else None
+  plain = isinstance(places, Mapping) and all(
+    isinstance(name, str) and name == os.path.basename(name) for name in places.values()
+  )
+  if not plain or not places:
+    raise ValueError(f"{key}: {folder / INDEX} has no weight_map of names of files beside it")
+  names = sorted(set(places.values()))
+  if len(names) > _MOST_FILES:
+    raise ValueError(
+      f"{key}: {folder / INDEX} names {len(names):,} files, and at most {_MOST_FILES:,} are read"
+    )
+  if missing := [name for name in names if not (folder / name).exists()]:
+    listed = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
+    raise ValueError(
+      f"{key}={folder}: {len(missing)} of the {len(names)} files that {INDEX} names are missing: "
+      f"{listed}; download them too"
+    )
+  found, wrong = {}, []
+  for name in names:
+    header = read_header(folder / name)
+    wrong += [
+      f"{tensor} is in {name}, and the index says {places.get(tensor, 'nothing of it')}"
+      for tensor in header
+      if places.get(tensor) != name
+    ]
+    found.update(header)
+  wrong += [f"{tensor} is not in {name}" for tensor, name in places.items() if tensor not in found]
+  if wrong:
+    lines = "\n".join(f"  {line}" for line in forms.first(wrong, _NAMED))
+    raise ValueError(f"{folder / INDEX} does not fit the files beside it:\n{lines}")
+  return found
+
+
+def digest(folder: pathlib.Path) -> str:
+  """Returns a digest of the config and of the weights' headers of a model or an adapter."""
+  if hf_folder.is_adapter(folder):
+    tensors = read_header(folder / hf_folder.ADAPTER_WEIGHTS)
+  else:
+    tensors = stored_tensors(folder, "checkpoint.initialize_from")
+  facts = {
+    name: [one.dtype, one.shape, one.size, os.path.basename(one.path)]
+    for name, one in tensors.items()
+  }
+  return hf_folder.digest(folder, json.dumps(facts, sort_keys=True))
+
+
+def _no_weights(folder: pathlib.Path, key: str) -> str:
+  names = sorted(path.name for path in folder.iterdir())
+  if (folder / hf_folder.ADAPTER).exists():
+    return hf_folder.not_a_model(folder, key)
+  if pickles := [name for name in names if name.endswith(_PICKLES)]:
+    return (
+      f"{key}={folder}: its weights are pickled ({pickles[0]}), and reading a pickle runs code. "
+      f"Write them as safetensors, where transformers is installed: `python -c 'from "
+      f'transformers import AutoModelForCausalLM as M; M.from_pretrained("{folder}")'
+      f'.save_pretrained("{folder}")\'`'
+    )
+  if shards := [name for name in names if name.endswith(".safetensors")]:
+    return (
+      f"{key}={folder}: it has {shards[0]}, and neither {SINGLE} nor {INDEX}; download that too"
+    )
+  return f"{key}={folder}: it has no weights ({SINGLE}), only {hf_folder.listed(folder)}"
+
+
+# ------------------------------ quantized weights ------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized(abc.ABC):
+  """A matrix, or several along leading dims, that is decoded where it is read, like a `Stored`.
+
+  Attributes:
+    values: as stored.
+    scales: likewise.
+  """
+
+  values: Stored
+  scales: Stored
+  dtype = "BF16"  # in which the model is published otherwise
+
+  @property
+  @abc.abstractmethod
+  def shape(self) -> tuple[int, ...]:
+    """Returns that of the decoded values."""
+
+  @property
+  @abc.abstractmethod
+  def size(self) -> int:
+    """Returns the bytes of all that is read."""
+
+  def part(self, index: int) -> Self:
+    """Returns the matrices with this index along the first dim."""
+    parts = {"values": self.values.part(index), "scales": self.scales.part(index)}
+    return dataclasses.replace(self, **parts)
+
+  @abc.abstractmethod
+  def block(self, reader: Reader, rows: slice, columns: slice) -> np.ndarray:
+    """Returns [rows, columns] of a matrix; valid until the reader's next call."""
+
+
+Weights = Stored | Quantized
+
+
+# ------------------------------ float8 with a scale for each block ------------------------------
+
+
+def decoded_fp8(
+  weights: np.ndarray, scales: np.ndarray, block: tuple[int, int], first: tuple[int, int] = (0, 0)
+) -> np.ndarray:
+  """Returns float32 [rows, columns]: each value times the scale of its block.
+
+  Args:
+    weights: uint8 [rows, columns], the bits of float8_e4m3fn.
+    scales: those of the blocks that have a value here.
+    block: rows and columns of a block.
+    first: row and column of the first value, in its block.
+  """
+  for axis, (size, start) in enumerate(zip(block, first, strict=True)):
+    of_each = (start + np.arange(weights.shape[axis])) // size
+    scales = np.take(scales, of_each, axis=axis)
+  return _fp8_values()[weights] * scales.astype(np.float32)
+
+
+@functools.cache
+def _fp8_values() -> np.ndarray:
+  """Returns the value of each byte, float32 [256]."""
+  return np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Blocks(Quantized):
+  """Values are float8_e4m3fn [..., R, C], scales [..., ceil(R / rows), ceil(C / columns)].
+
+  Attributes:
+    block_shape: rows and columns of a block.
+  """
+
+  block_shape: tuple[int, int]
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Returns [..., R, C]."""
+    return self.values.shape
+
+  @property
+  def size(self) -> int:
+    """Returns the bytes of all that is read."""
+    return self.values.size * np.dtype(np.float32).itemsize
+
+  def block(self, reader: Reader, rows: slice, columns: slice) -> np.ndarray:
+    """Returns float32 [rows, columns]."""
+    height, width = self.block_shape
+    across = slice(columns.start // width, -(-columns.stop // width))
+    down = slice(rows.start // height, -(-rows.stop // height))
+    scales = self.scales.block(reader, down, across).copy()
+    values = self.values.block(reader, rows, columns)
+    first = rows.start % height, columns.start % width
+    return decoded_fp8(values, scales, self.block_shape, first)
+
+
+# ------------------------------ MXFP4 ------------------------------
+
+MXFP4_GROUP = 32  # values of one scale
+_MXFP4_BYTES = MXFP4_GROUP // 2
+_MXFP4_BIAS = 127
+_MXFP4_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1; the highest bit is the sign
+
+
+def decoded_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+  """Returns bfloat16 [..., 32 G], exactly; beyond bfloat16's largest number, infinity.
+
+  Args:
+    blocks: uint8 [..., G, 16].
+    scales: uint8 [..., G].
+  """
+  pairs = _mxfp4_pairs()[(scales[..., None].astype(np.uint16) << 8) | blocks]
+  return pairs.view(ml_dtypes.bfloat16).reshape(*scales.shape[:-1], -1)
+
+
+@functools.cache
+def _mxfp4_pairs() -> np.ndarray:
+  """Returns the two values of each scale and byte, 2 * bfloat16 as uint32 [65536]."""
+  values = np.array([*_MXFP4_POSITIVE, *(-one for one in _MXFP4_POSITIVE)], np.float64)
+  exponents = np.arange(256) - _MXFP4_BIAS
+  every = np.ldexp(values, exponents[:, None])  # [scale, four bits]
+  both = np.stack([np.tile(every, 16), np.repeat(every, 16, axis=1)], axis=-1)
+  with np.errstate(over="ignore"):
+    return both.astype(ml_dtypes.bfloat16).reshape(-1).view(np.uint32)
+
+
+class Mxfp4(Quantized):
+  """Values are uint8 [..., R, G, 16], scales uint8 [..., R, G]."""
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Returns [..., R, 32 G]."""
+    return (*self.scales.shape[:-1], MXFP4_GROUP * self.scales.shape[-1])
+
+  @property
+  def size(self) -> int:
+    """Returns the bytes of all that is read."""
+    return self.values.size * 2 * np.dtype(ml_dtypes.bfloat16).itemsize
+
+  def block(self, reader: Reader, rows: slice, columns: slice) -> np.ndarray:
+    """Returns bfloat16 [rows, columns] of a matrix."""
+    first, stop = columns.start // MXFP4_GROUP, -(-columns.stop // MXFP4_GROUP)
+    scales = self.scales.block(reader, rows, slice(first, stop)).copy()
+    blocks = self.values.block(reader, rows, slice(first * _MXFP4_BYTES, stop * _MXFP4_BYTES))
+    found = decoded_mxfp4(blocks.reshape(*scales.shape, _MXFP4_BYTES), scales)
+    return found[:, columns.start - first * MXFP4_GROUP : columns.stop - first * MXFP4_GROUP]
+
+
+# ------------------------------ tensors of several entries ------------------------------
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_INVERSE = "_scale_inv"
+
+
+def combined(
+  stored: Mapping[str, Stored], block: tuple[int, int]
+) -> tuple[dict[str, Weights], list[str]]:
+  """Returns a folder's tensors; those that are quantized are made of two entries of its files.
+
+  MXFP4's has the name of its blocks (`NAME_blocks`, `NAME_scales`), FP8's that of its weights
+  (`NAME`, `NAME_scale_inv`).
+
+  Args:
+    stored: name -> entry.
+    block: rows and columns of a block of FP8.
+
+  Returns:
+    Name -> tensor; and a line for each of which the scales do not fit.
+  """
+  found: dict[str, Weights] = {}
+  wrong, used = [], set()
+  for name, one in stored.items():
+    scales = _scales_of(name, one)
+    if scales not in stored:
+      found[name] = one
+      continue
+    used.add(scales)
+    if name.endswith(_BLOCKS) and one.shape[-1] != MXFP4_GROUP // 2:
+      wrong.append(f"{name} has {one.shape[-1]} bytes in a block; {MXFP4_GROUP // 2} are read")
+      continue
+    shape, kinds = _scales_shape(name, one, block)
+    if stored[scales].shape != shape or stored[scales].dtype not in kinds:
+      there = f"{stored[scales].dtype}{list(stored[scales].shape)}"
+      wanted = f"{kinds[0]}{list(shape)}"
+      wrong.append(f"{scales} is {there}, and {name} {one.dtype}{list(one.shape)} needs {wanted}")
+    elif name.endswith(_BLOCKS):
+      found[name] = Mxfp4(one, stored[scales])
+    else:
+      found[name] = Fp8Blocks(one, stored[scales], block)
+  return {name: one for name, one in found.items() if name not in used}, wrong
+
+
+def _scales_of(name: str, one: Stored) -> str:
+  """Returns the name of a quantized tensor's scales; "" of one that is not."""
+  if name.endswith(_BLOCKS) and one.dtype == "U8" and len(one.shape) > 2:
+    return name.removesuffix(_BLOCKS) + _SCALES
+  return name + _INVERSE if one.dtype == "F8_E4M3" and len(one.shape) > 1 else ""
+
+
+def _scales_shape(
+  name: str, one: Stored, block: tuple[int, int]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+  """Returns the shape of a quantized tensor's scales, and the dtypes that they may have."""
+  if name.endswith(_BLOCKS):
+    return one.shape[:-1], ("U8",)
+  blocks = (-(-size // part) for size, part in zip(one.shape[-2:], block, strict=True))
+  return (*one.shape[:-2], *blocks), ("F32", *DTYPES)
+
+
+# ------------------------------ a model's folder ------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +350,14 @@ class Source:
   sizes: Mapping[str, int]
 
 
-def open_folder(location: str, config: ConfigDict, key: str) -> Source:
+def open_folder(location: str, spec: DecoderSpec, key: str) -> Source:
   """Opens a folder and compares its tensors with a model; reads headers only.
 
   Where the logits' matrix is stored beside an embedding that is tied to it, the two are compared.
 
   Args:
     location: a path, or hf://OWNER/NAME.
-    config: finalized, of a decoder.
+    spec: of the model.
     key: the config's that names the folder, for messages.
 
   Raises:
@@ -57,10 +365,10 @@ def open_folder(location: str, config: ConfigDict, key: str) -> Source:
   """
   folder = hf_folder.local(location, key, weights=True)
   described = hf_folder.read_config(folder, key)
-  stored, unfit = combined(hf_folder.stored_tensors(folder, key), described.block)
+  stored, unfit = combined(stored_tensors(folder, key), described.block)
   shapes = {name: one.shape for name, one in stored.items()}
-  found, wrong = name_maps.match(shapes, config, described.model_type)
-  wrong = [*differing_keys(config, described, shapes_only=True), *unfit, *wrong]
+  found, wrong = name_maps.match(shapes, spec, described.model_type)
+  wrong = [*differing_keys(spec, described, hf_config.SHAPES), *unfit, *wrong]
   wrong += [
     f"{name} is stored as {stored[name].dtype}; read are {', '.join(DTYPES)}"
     for name in (*found.tensors, *filter(None, [found.copies]))
@@ -73,7 +381,10 @@ def open_folder(location: str, config: ConfigDict, key: str) -> Source:
     )
   if wrong:
     count = f"{len(wrong)} {'thing differs' if len(wrong) == 1 else 'things differ'}"
-    lines = [*wrong[:_NAMED], *([f"and {len(wrong) - _NAMED} more"] if len(wrong) > _NAMED else [])]
+    lines = [
+      *wrong[:_MOST_LINES],
+      *([f"and {len(wrong) - _MOST_LINES} more"] if len(wrong) > _MOST_LINES else []),
+    ]
     listed = "\n".join(f"  {line}" for line in lines)
     raise ValueError(
       f"{key}: the weights of {folder} are not those of the model ({count}):\n{listed}"
@@ -83,18 +394,18 @@ def open_folder(location: str, config: ConfigDict, key: str) -> Source:
     for part in tensor.parts:
       one = stored[name] if part.matrix is None else stored[name].part(part.matrix)
       parts.setdefault(part.parameter, []).append((one, tensor.axis, part))
-  return Source(folder, described, parts, name_maps.sizes_of(config))
+  return Source(folder, described, parts, name_maps.sizes_of(spec))
 
 
 def differing_keys(
-  config: ConfigDict, described: hf_config.Described, *, shapes_only: bool = False
+  spec: DecoderSpec, described: hf_config.Described, keys: Sequence[str] = hf_config.KEYS
 ) -> list[str]:
-  """Returns a line for each key of `model` that a folder's config.json has otherwise."""
-  ours = hf_config.canonical({key: config.model[key] for key in hf_config.KEYS})
+  """Returns a line for each of some keys of `model` that a folder's config.json has otherwise."""
+  ours = hf_config.canonical({key: getattr(spec, key) for key in hf_config.KEYS})
   theirs = hf_config.canonical(described.model)
   return [
     f"model.{key}={ours[key]!r}, and the folder has {theirs[key]!r}"
-    for key in (hf_config.SHAPES if shapes_only else hf_config.KEYS)
+    for key in keys
     if not hf_config.same_value(ours[key], theirs[key])
   ]
 
@@ -118,7 +429,7 @@ def read(source: Source, abstract: Any) -> Any:
   """Returns the parameters that a folder has, placed; it has no adapters.
 
   Args:
-    source: opened for the same config.
+    source: opened for the same model.
     abstract: nested dict of ShapeDtypeStructs with shardings: of those parameters. The dtypes may
       be others than the folder's.
 

@@ -174,7 +174,7 @@ def prepare(config: ConfigDict, topology: Topology, here: Here) -> setup.Job:
   capability = compute_capability(topology.chip)
   config, choices = finalize.with_choices(config, topology.platform, sizes, capability)
   validate.check(config, sizes)
-  model_checks.check_attention_device(config, topology.platform, capability)
+  model_checks.check_attention_device(config.training, topology.platform, capability)
   setup.check_matmul_dtype(config.training.matmul_dtype, topology.chip)
   simulated = topology.platform == "cpu"
   if config.training.parameter_dtype == "float64":

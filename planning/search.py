@@ -146,7 +146,7 @@ def _parts(ready: Job) -> int:
 
 
 _NOT_TRACED = ("mesh", "mesh_dcn", "planning")
-_OF_SCHEDULES = (search_space.OF_A_PIPELINE, *(f"training.{key}" for key in step_checks.OFF))
+_OF_SCHEDULES = step_checks.OF_STAGES
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

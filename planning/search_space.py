@@ -9,7 +9,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs.schema import unused
+from configs.schema import validate
 from partitioning.mesh_sizes import AXES
 from runtime import rematerialization
 from runtime.suggest import nearest
@@ -110,7 +110,7 @@ def tables(config: ConfigDict) -> tuple[str, ...]:
   That of the config is among them; of a model without layers to recompute, it is the only one.
   """
   given = config.training.rematerialization
-  if REMATERIALIZATION in unused.of_model(config):
+  if REMATERIALIZATION in validate.unread(config):
     return (given,)
   names = rematerialization.names_of(config.model)
   found = [one for one in (TABLES if names else rematerialization.PRESETS) if _knows(one, names)]

@@ -16,9 +16,9 @@ _AGAIN = 2 / 7
 
 def without(config: ConfigDict) -> Setting:
   """Returns overrides that leave out what a config says of pipelines, for meshes without stages."""
-  said = {f"training.{key}": value for key, value in step_checks.OFF.items()}
-  if config.training.microbatches is not None:
-    said[search_space.OF_A_PIPELINE] = 1
+  said = dict(step_checks.OF_STAGES)
+  if config.training.microbatches is None:
+    del said[search_space.OF_A_PIPELINE]
   return search_space.changed(config, said)
 
 

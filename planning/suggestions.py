@@ -15,7 +15,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs.schema import step_checks, unused
+from configs.schema import step_checks, validate
 from planning import aot, memory, slice_names
 from planning.topology import Topology
 from runtime import rematerialization
@@ -146,7 +146,7 @@ def _recomputing(ready: Job) -> Iterator[dict[str, str]]:
   is moved while the layer is computed.
   """
   key = "training.rematerialization"
-  if key in unused.of_model(ready.config):
+  if key in validate.unread(ready.config):
     return
   names = rematerialization.names_of(ready.config.model)
   now = rematerialization.parse(ready.config.training.rematerialization, names)

@@ -1,6 +1,7 @@
 """The group of processes of a run: a key-value store, barriers, joining and leaving.
 
-A single process is a group as well: its store is a dict, and its barriers return at once.
+A single process is a group as well: its store is a dict, its barriers return at once, and of what
+connects several processes it imports nothing.
 """
 
 import collections
@@ -16,14 +17,19 @@ from typing import Any, NoReturn
 
 from etils import epath, epy
 
-from processes import crash_output, jax_internals, listening, preemption, rendezvous, tokens
+from processes import preemption
+from processes.preemption import StopRequest
 from runtime import exit_codes
 from runtime.printable import printable
 
-with epy.lazy_imports():  # a command line that is refused needs none of it
+with epy.lazy_imports():  # a single process, or a command line that is refused, needs none of it
   import jax
 
-ADDRESS, COUNT, INDEX = rendezvous.ADDRESS, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+  from processes import crash_output, jax_internals, listening, rendezvous, tokens
+
+# The coordinator's host:port, the number of processes and the index of this one, as set by
+# `python -m processes.launch`, by processes/launch/jobset.yaml, or manually on each host.
+ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 # Variables of launchers: the number of processes, and the index of this one.
 RANKS = (
   ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -34,6 +40,8 @@ RANKS = (
 PER_HOST = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _SHUTDOWN_SECONDS = 300
 _MOST_UNSIGNED = 1000
+# Never reached: before that, the watchdog ends a run that hangs, and names who is behind.
+_FOR_EVER_SECONDS = 7 * 24 * 3600
 
 
 class NotTogetherError(exit_codes.RetryableError):
@@ -108,8 +116,9 @@ class Group:
   def put(self, name: str, value: Mapping[str, Any]) -> None:
     """Publishes a value to all processes, replacing an earlier one with this name."""
     text = json.dumps(value)
-    signature = tokens.sign(self.key, "shown", name, text)
-    self.store.key_value_set(name, f"{signature} {text}", allow_overwrite=True)
+    if not self.alone:
+      text = f"{tokens.sign(self.key, 'shown', name, text)} {text}"
+    self.store.key_value_set(name, text, allow_overwrite=True)
 
   def get(self, name: str) -> dict[str, Any] | None:
     """Returns the value with a name; None if there is none."""
@@ -128,6 +137,8 @@ class Group:
 
   def _value(self, name: str, shown: str) -> dict[str, Any] | None:
     """Returns a value that is signed by a process of this run; counts others, and returns None."""
+    if self.alone:
+      return json.loads(shown)
     signature, _, text = shown.partition(" ")
     if tokens.signed(self.key, signature, "shown", name, text):
       return json.loads(text)
@@ -198,7 +209,38 @@ class Group:
     return [found[str(index)] for index in range(self.count)]
 
 
+class Lockstep:
+  """The barrier before each step of training, and before each batch of evaluation.
+
+  A process that waits in a collective for one that never arrives cannot recover: its state was
+  donated to a step that does not end. So there is a barrier outside JAX's computations, where a
+  process still has the state of the last step.
+  """
+
+  def __init__(self, group: Group, stop: StopRequest):
+    """Takes the processes, and this one's stop request."""
+    self._group, self._stop = group, stop
+
+  @property
+  def stopping(self) -> bool:
+    """Returns whether this process is asked to stop; the others may not know yet."""
+    return bool(self._stop)
+
+  def enter(self) -> bool:
+    """A barrier; returns whether all processes take the next step, the same on all of them.
+
+    All call it before every step, in the same order. A stop that any process knows of is known to
+    all after the barrier.
+    """
+    if self._group.alone:
+      return not self.stopping
+    return self._group.all_true("step", not self.stopping, timeout_seconds=_FOR_EVER_SECONDS)
+
+
+# ------------------------------ joining ------------------------------
+
 _current = Group()
+_called = False  # whether a rendezvous has begun, in which the others are told of an error
 
 
 def current() -> Group:
@@ -288,10 +330,11 @@ def connect(
     RollCallError: processes are missing or too many.
     OSError: there is no token in the environment, and the workdir cannot be written.
   """
-  global _current
+  global _current, _called
   address, count, index = _find(start_timeout_seconds, on_tpu)
   if count == 1:
     return _current
+  _called = True
   key = rendezvous.call(
     address,
     count,
@@ -340,6 +383,8 @@ def _find(timeout_seconds: float, on_tpu: bool) -> tuple[str, int, int]:
 
 def refuse(text: str, workdir: epath.Path | None = None) -> None:
   """Notifies the others, who may be waiting for this process, that it does not join."""
+  if _called:
+    return
   with contextlib.suppress(ValueError, OSError, RuntimeError):
     found = who()
     if found and found[1] > 1:
@@ -347,6 +392,9 @@ def refuse(text: str, workdir: epath.Path | None = None) -> None:
       if workdir is None and not token.given:
         return  # without a token it would not be trusted
       rendezvous.call(*found, token=token, timeout_seconds=5, refused=text)
+
+
+# ------------------------------ leaving ------------------------------
 
 
 def part() -> None:

@@ -62,14 +62,13 @@ class Exchange:
     self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
 
   def start(self) -> None:
-    """Starts the thread, unless there is no other process."""
-    if not self._group.alone:
-      self._thread.start()
+    """Starts the thread."""
+    self._thread.start()
 
   def close(self) -> None:
     """Sends pending notices and ends the thread; takes at most two seconds."""
     self._closed.set()
-    if not self._group.alone and self._thread is not threading.current_thread():
+    if self._thread is not threading.current_thread():
       self._thread.join(2)
 
   def tell(self, what: str, text: str) -> None:
@@ -83,7 +82,7 @@ class Exchange:
 
   def answering(self) -> bool:
     """Returns whether the coordination service answers."""
-    return self._group.alone or time.monotonic() - self._answered < self._silent
+    return time.monotonic() - self._answered < self._silent
 
   def silence(self, since: float = 0.0) -> float:
     """Returns the longest time without a heartbeat, over the other processes.
@@ -93,8 +92,6 @@ class Exchange:
     Args:
       since: when heartbeats could first be received, by the monotonic clock.
     """
-    if self._group.alone:
-      return 0.0
     seen = [self._answered] if not self.answering() else []
     seen += [heard for place, heard in dict(self._seen).values() if not place["ends"]]
     now = time.monotonic()
@@ -102,8 +99,6 @@ class Exchange:
 
   def behind(self) -> str:
     """Returns, as the end of a sentence, which processes keep the others waiting."""
-    if self._group.alone:
-      return "there is no other process"
     if not self.answering():
       return "no answer from process 0, which runs the coordination service"
     if not self._watches:

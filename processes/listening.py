@@ -6,7 +6,6 @@ import ipaddress
 import os
 import resource
 import socket
-from collections.abc import Sequence
 
 import psutil
 
@@ -14,7 +13,7 @@ from runtime.printable import printable
 
 # JAX's variable for the address at which its coordination service listens, by default everywhere.
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
-_BACKLOG = 4096
+BACKLOG = 4096
 _SPARE_FILES = 64  # open files in addition to one for each process
 
 
@@ -92,12 +91,12 @@ def listen(address: str) -> list[socket.socket]:
   sockets = []
   try:
     for ip in addresses(host):
-      sockets.append(socket.create_server((ip, port), family=_family(ip), backlog=_BACKLOG))
+      sockets.append(socket.create_server((ip, port), family=_family(ip), backlog=BACKLOG))
     if not sockets:
       both = {"family": socket.AF_INET6, "dualstack_ipv6": True}
       sockets.append(
         socket.create_server(
-          ("", port), backlog=_BACKLOG, **(both if socket.has_dualstack_ipv6() else {})
+          ("", port), backlog=BACKLOG, **(both if socket.has_dualstack_ipv6() else {})
         )
       )
   except OSError:
@@ -153,12 +152,7 @@ def _open_files() -> int:
     return 256
 
 
-def out_of_files(error: OSError) -> bool:
+def out_of_files(error: object) -> bool:
   """Returns whether an error says that no more files can be opened."""
-  return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-
-def close(sockets: Sequence[socket.socket]) -> None:
-  """Closes them all."""
-  for one in sockets:
-    one.close()
+  numbers = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+  return isinstance(error, OSError) and error.errno in numbers

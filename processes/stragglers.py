@@ -164,8 +164,8 @@ class Pace:
     """Starts with the next step.
 
     Args:
-      group: the processes; a single one is not measured.
-      slow_ratio: a process this many times slower than the median of the others is slow; 0 is off.
+      group: the processes, at least two.
+      slow_ratio: a process this many times slower than the median of the others is slow.
       probe: returns the seconds of a fixed computation on the devices of this process.
       lost: returns the seconds in which this process was suspended, and in which it waited for a
         CPU; by default a `LostTime`.
@@ -173,8 +173,7 @@ class Pace:
       clock: a monotonic one.
     """
     self._group, self._ratio = group, slow_ratio
-    self._on = slow_ratio > 0 and not group.alone
-    self._sampler = LostTime() if self._on and lost is None else None
+    self._sampler = LostTime() if lost is None else None
     self._lost, self._probe = lost or (self._sampler and self._sampler.lost), probe
     self._window_seconds, self._clock = window_seconds, clock
     self._marks: tuple[float, ...] | None = None
@@ -202,8 +201,6 @@ class Pace:
       step: the steps done.
       input_wait_seconds: how long this process has waited for its batches so far.
     """
-    if not self._on:
-      return ""
     news = self._look() if step == self._look_at else ""
     if self._marks is None or step <= self._marks[0]:  # the first, or a run that was rolled back
       self._marks, self._windows = self._mark(step, input_wait_seconds), []

@@ -15,14 +15,18 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Hashable
 from typing import NoReturn
 
+from etils import epy
+
 from processes import coordination as groups
-from processes.heartbeat import Exchange
 from processes.preemption import StopRequest, tell
-from processes.progress import Measure, Progress
 from runtime import exit_codes
 from runtime.printable import printable
+
+with epy.lazy_imports():  # which a single process does not need
+  from processes import heartbeat
 
 PERIOD_SECONDS = 0.25
 # If a period takes this much longer, the process was suspended, or the machine slept.
@@ -36,6 +40,9 @@ _REMEMBERED = 50
 _CALLS = 4  # innermost calls of a thread that a warning names
 _POLLED_SECONDS = 3.0  # for cleaning up, if the main thread polls for a stop
 _NO_PROGRESS = "no progress"
+_PROGRESS_SECONDS = 0.5
+
+Measure = Callable[[], Hashable]
 
 # Phases: steps and evaluation have a known period, the others may take long.
 # STARTING: nothing to save yet; DONE: everything is saved. A stop then ends the process at once.
@@ -85,7 +92,7 @@ class Watchdog:
     self._deadline, self._start_timeout = deadline_seconds, start_timeout_seconds
     self._input_timeout = input_timeout_seconds
     self._reader, self._warn_after = "", 0.0
-    self._progress = Progress()
+    self._progress = _Progress()
     self._beats, self._kind, self._label = 0, STARTING, "starting"
     self._since = self._awake = time.monotonic()
     self._began: float | None = None
@@ -93,9 +100,11 @@ class Watchdog:
     self._changing = threading.Lock()
     self._leaving = False
     self._told: float | None = None  # when the others were notified of the stop
-    self._exchange = Exchange(
-      group, lambda: (self._beats, self._label, time.monotonic() - self._since), self._receive
-    )
+    self._exchange: heartbeat.Exchange | None = None  # with the other processes
+    if not group.alone:
+      self._exchange = heartbeat.Exchange(
+        group, lambda: (self._beats, self._label, time.monotonic() - self._since), self._receive
+      )
     self._closed = threading.Event()
     self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -103,7 +112,8 @@ class Watchdog:
     """Starts the thread."""
     self.stop.__enter__()
     self._thread.start()
-    self._exchange.start()
+    if self._exchange:
+      self._exchange.start()
     return self
 
   def __exit__(self, kind, error, trace) -> None:
@@ -112,7 +122,7 @@ class Watchdog:
       self.tell("failed", f"{kind.__name__}: {error}")
     self._closed.set()
     self._progress.close()
-    self._exchange.close()
+    self._disconnect()
     self._thread.join()
     self.stop.__exit__(kind, error, trace)
 
@@ -158,7 +168,7 @@ class Watchdog:
     Still under the watchdog, so that a signal during the wait kills no process.
     """
     self.at("waiting for the other processes to end", ENDING)
-    self._exchange.close()
+    self._disconnect()
     groups.part()
 
   def leave(self) -> NoReturn:
@@ -170,8 +180,13 @@ class Watchdog:
       time.sleep(1)
 
   def tell(self, what: str, text: str) -> None:
-    """Notifies all processes of an end: `stop`, `left`, `refused` or `failed`."""
-    self._exchange.tell(what, text)
+    """Notifies the other processes of an end: `stop`, `left`, `refused` or `failed`."""
+    if self._exchange:
+      self._exchange.tell(what, text)
+
+  def _disconnect(self) -> None:
+    if self._exchange:
+      self._exchange.close()
 
   def refusing(self, text: str, what: str = "refused") -> bool:
     """Notifies the others of a refusal or a failure; returns whether this process should print it.
@@ -260,7 +275,8 @@ class Watchdog:
       )
     # A save may take long, but running processes send heartbeats meanwhile.
     most = _SILENT_SHARE * self.group.heartbeat_seconds
-    if self._kind == SAVING and (silence := self._exchange.silence(self._awake)) > most:
+    silence = self._exchange.silence(self._awake) if self._exchange else 0.0
+    if self._kind == SAVING and silence > most:
       self._stuck(waited, f"a process without a heartbeat for {silence:.0f} s counts as stopped")
 
   def _has_slept(self, seconds: float) -> None:
@@ -291,7 +307,7 @@ class Watchdog:
     """Ends this process if there is nothing to save: before its first step, or after its last."""
     self._leaving = True
     self.tell("left", self.stop.requested)
-    self._exchange.close()
+    self._disconnect()
     done = self._kind in (DONE, ENDING)
     if self.group.first:
       why = "the run is done and saved" if done else "there was nothing to save"
@@ -309,7 +325,7 @@ class Watchdog:
     text = f"Ctrl-C again: stopped{lost}"
     tell(f"{groups.label()}{text}")
     self.tell("failed", text)
-    self._exchange.close()
+    self._disconnect()
     groups.leave(exit_codes.INTERRUPTED, patience_seconds=0 if self.group.alone else 3)
 
   def _receive(self, what: str, index: str, notice: dict[str, str]) -> None:
@@ -338,13 +354,14 @@ class Watchdog:
     """Prints who is behind and every thread's stack; ends this process."""
     self._leaving = True
     text = f"{_NO_PROGRESS} for {waited:.0f} s at {self._label!r} ({why}); "
-    text += self._exchange.behind()
+    text += self._exchange.behind() if self._exchange else "there is no other process"
     _print(f"error: {groups.label()}{text}")
     _stacks()
     self.tell("failed", text)
-    self._exchange.close()
+    self._disconnect()
     # A process that hangs itself prints its stacks when it is notified of this.
-    groups.leave(exit_codes.FAILED, patience_seconds=2.5 if self._exchange.answering() else 0)
+    answering = self._exchange and self._exchange.answering()
+    groups.leave(exit_codes.FAILED, patience_seconds=2.5 if answering else 0)
 
 
 def _print(text: str) -> None:
@@ -369,3 +386,50 @@ def _stacks() -> None:
   with contextlib.suppress(OSError, ValueError):
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     sys.stderr.flush()
+
+
+class _Progress:
+  """Detects whether a long operation makes progress: compares successive results of a measure.
+
+  In a separate daemon thread that nothing waits for, since reading a disk that hangs does not
+  return. Failures are ignored: files disappear while they are counted.
+  """
+
+  def __init__(self):
+    """Measures nothing yet."""
+    self._measure: Measure | None = None
+    self._moved = 0.0
+    self._wanted, self._closed = threading.Event(), False
+    self._thread: threading.Thread | None = None
+
+  def measure(self, measure: Measure | None) -> None:
+    """Sets what is measured from now on; None for nothing."""
+    self._moved, self._measure = 0.0, measure
+    if measure is None:
+      self._wanted.clear()
+      return
+    self._wanted.set()
+    if self._thread is None:
+      self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+      self._thread.start()
+
+  def since(self, began: float) -> float:
+    """Returns when the last progress was seen, and not before `began`; by the monotonic clock."""
+    return max(began, self._moved)
+
+  def close(self) -> None:
+    """Lets the thread end, without waiting for it."""
+    self._closed = True
+    self._wanted.set()
+
+  def _run(self) -> None:
+    before: tuple[Measure | None, Hashable] = (None, None)
+    while self._wanted.wait() and not self._closed:
+      measure = self._measure
+      with contextlib.suppress(OSError):
+        if measure is not None:
+          found = (measure, measure())
+          if found[0] == before[0] and found != before and measure == self._measure:
+            self._moved = time.monotonic()
+          before = found
+      time.sleep(_PROGRESS_SECONDS)

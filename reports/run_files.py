@@ -26,7 +26,7 @@ from runtime.forms import (
 )
 from training import history
 from training.metrics import log_lines
-from training.metrics.append_log import MOST_BYTES
+from training.metrics.log_lines import MOST_BYTES
 
 METRICS, CONFIG, CHECKPOINTS = "metrics.jsonl", "config.json", "checkpoints"
 Points = list[tuple[float, float]]

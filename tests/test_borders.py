@@ -29,10 +29,8 @@ OURS = {
 }
 # Of packages whose work is something else: package -> all that the start of a run takes of it.
 SMALL = {
-  # Whether a location is a model folder, and the recipe `hf`, whose keys are a config.json's.
-  "interop": {
-    *("hf_config", "hf_family", "hf_folder", "safetensors_file"),
-  },
+  # Whether a location is a model folder.
+  "interop": {"hf_folder"},
   # The layout that the start prints and writes to layout.txt.
   "reports": {"drawings", "grid", "layout_text"},
   # What the sample at the end asks for is checked before the start.
@@ -58,6 +56,9 @@ OPTIONAL = {
   "training.optimizers.host_state",
   "partitioning.parallel.matrix_groups",
   "partitioning.parallel.whole_matrices",
+  # What connects several processes.
+  *("processes.crash_output", "processes.heartbeat", "processes.jax_internals"),
+  *("processes.listening", "processes.rendezvous", "processes.stragglers", "processes.tokens"),
 }
 
 

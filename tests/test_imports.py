@@ -13,7 +13,7 @@ ARROWS = {
   # The entrypoint. `processes` and `runtime`: what must happen before anything slow is imported.
   "main": {"commands", "processes", "runtime"},
   "commands": {
-    *("configs", "inference", "input_pipeline", "interop", "partitioning", "planning"),
+    *("configs", "inference", "input_pipeline", "interop", "models", "partitioning", "planning"),
     *("processes", "reports", "reports.tour", "runtime", "training", "training.checkpointing"),
   },
   # The chapters of the tour: small examples by the project's own parts.
@@ -29,8 +29,9 @@ ARROWS = {
     *("input_pipeline", "interop", "models", "partitioning", "processes", "runtime"),
     "training.checkpointing",
   },
-  # Model folders of Hugging Face. hf_config.py is pure JSON, and imports of these runtime alone.
-  "interop": {"models", "partitioning", "runtime", "training.checkpointing"},
+  # Model folders of Hugging Face. hf_config.py is pure JSON, and imports of these the keys of a
+  # config and runtime alone.
+  "interop": {"configs.keys", "models", "partitioning", "runtime", "training.checkpointing"},
   # Of runtime, the tables that extensions register in.
   "models": {"partitioning", "runtime"},
   # Of training, the table of tasks, of input_pipeline, tokenizers, and of interop, config.json:

@@ -18,6 +18,7 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from interop import hf_folder
+from models import model_spec
 from partitioning.rules import named_leaves
 from processes.coordination import current
 from runtime.printable import printable
@@ -259,7 +260,7 @@ class ParameterReader:
     """Reads what a model folder has of these parameters; adapters are in none."""
     from interop import read_weights  # of runs that begin with a model folder alone
 
-    source = read_weights.open_folder(location, self.job.config, _KEY)
+    source = read_weights.open_folder(location, model_spec(self.job.config), _KEY)
     there = {name: leaf for name, leaf in wanted.items() if name in source.parts}
     place = location if "://" in location else str(source.folder)
     return place, None, read_weights.read(source, there)
@@ -284,7 +285,7 @@ class ParameterReader:
     model_type = hf_folder.read_config(
       hf_folder.local(base, "model.folder"), "model.folder"
     ).model_type
-    found = peft_adapter.read(adapter, config, model_type)
+    found = peft_adapter.read(adapter, model_spec(config), model_type)
     said = peft_adapter.metadata(adapter)
     frozen = {name: x for name, x in arrays.items() if name not in self.job.program.trained}
     same_kind = said.get(peft_adapter.DTYPE) == config.training.frozen_dtype
@@ -314,8 +315,9 @@ class ParameterReader:
     if hf_folder.is_model(where):
       from interop import read_weights  # as above
 
-      source = read_weights.open_folder(where, self.job.config, _KEY)
-      for line in read_weights.differing_keys(self.job.config, source.described):
+      spec = model_spec(self.job.config)
+      source = read_weights.open_folder(where, spec, _KEY)
+      for line in read_weights.differing_keys(spec, source.described):
         warn(f"WARNING: {line}")
 
   def require_same_adapters(

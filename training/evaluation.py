@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from input_pipeline.batches import EvaluationBatches, Prefetcher
-from processes.step_barrier import Lockstep
+from processes.coordination import Lockstep
 from processes.watchdog import EVALUATION, SAVING, Watchdog
 from training import averages
 from training.metrics import log_lines

@@ -12,8 +12,8 @@ from etils import epath
 
 from runtime import files, forms
 from runtime.forms import ABOVE_0, ANY, NUMBER, STEP, TEXT, Each, Kind, Needs, OrNull, is_number
-from training.metrics.append_log import MOST_BYTES
 from training.metrics.console import warn
+from training.metrics.log_lines import MOST_BYTES
 
 FILE = "history.jsonl"
 # What else a run writes for its page: the page, and the drawings of the layout.

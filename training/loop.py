@@ -15,9 +15,8 @@ from ml_collections import ConfigDict
 
 from input_pipeline.batches import Prefetcher
 from input_pipeline.ramp import Shape
-from processes.coordination import current
-from processes.step_barrier import Lockstep
-from processes.stragglers import Pace
+from models import model_spec
+from processes.coordination import Lockstep, current
 from processes.watchdog import ENDING, EVALUATION, SAVING, STARTING, Watchdog
 from runtime import collectives
 from training import callbacks, workdir_files
@@ -26,16 +25,18 @@ from training.callbacks import CALLBACKS, Callback, Observer
 from training.checkpointing import resume_policy
 from training.checkpointing.async_writer import SaveError
 from training.evaluation import Evaluation, Evaluator
-from training.metrics import device_probe, log_schedule
-from training.metrics.console import ProgressLine, duration, say, say_wrapped, warn
+from training.metrics.console import ProgressLine, Waiting, duration, say, say_wrapped, warn
 from training.metrics.goodput import Goodput
-from training.metrics.log_lines import FILE
-from training.metrics.log_schedule import LogSchedule
+from training.metrics.log_lines import FILE, LogSchedule, missing_text
 from training.metrics.profiler import Profile
-from training.metrics.reader import DebugNans, MetricsReader, without_debug_checks
+from training.metrics.reader import (
+  DebugNans,
+  MetricsReader,
+  straggler_detection,
+  without_debug_checks,
+)
 from training.metrics.sinks import Sinks
 from training.metrics.throughput import Meter
-from training.metrics.waiting import Waiting
 from training.metrics.writer import MetricsWriter
 from training.replica_check import ReplicaCheck
 from training.restore import Start
@@ -137,7 +138,8 @@ class Run:
     self._callbacks, self._due, self._observer = called, Due(config), observer
     self._saver = Saver(start, resume_policy.plain(config), watch, observer.saved)
     self._bad_steps = BadSteps(config.training, config.data, start.known, start.step)
-    self._schedule = LogSchedule(config, start.known, start.step)
+    every = config.metrics.every_steps, config.evaluation.every_steps
+    self._schedule = LogSchedule(*every, start.known, start.step)
     self._lockstep = Lockstep(watch.group, watch.stop)
     # On simulated devices at most one step is in flight: more can deadlock in a rendezvous.
     # On accelerators metrics are read a step late, so that the device never waits for the host.
@@ -159,10 +161,10 @@ class Run:
       )
     )
     self._goodput = Goodput(started, self._writer.times)
-    self._meter, self._measuring = Meter(job), False
+    self._meter, self._measuring = Meter(job.batches, model_spec(config), job.mesh), False
     # Set by `open`, `compile` and `catch_up`, in this order, before the first step.
     self._profile: Profile | None = None
-    self._pace: Pace | None = None
+    self._pace = None  # of several processes: their stragglers
     self._train_steps = TrainSteps(job.compile_train_step, job.batches, job.mesh)
     self._progress: ProgressLine | None = None
     self._evaluator: Evaluator | None = None
@@ -181,14 +183,17 @@ class Run:
     self._profile = self._stack.enter_context(
       Profile(self._config.profile, self._workdir / "profile", self._watch)
     )
-    self._pace = self._stack.enter_context(device_probe.measured(self._job, self._watch.group))
+    simulated, ratio = self._job.devices.simulated, self._config.processes.slow_ratio
+    self._pace = self._stack.enter_context(
+      straggler_detection(self._watch.group, ratio, simulated=simulated)
+    )
     self._stack.callback(lambda: self._batches and self._batches.close())
 
   def _report_missing_lines(self) -> None:
     """Warns if lines are missing that were written before the checkpoint."""
     if current().first and self.done:
       missing = self._schedule.missing(self.done, *self._writer.logged())
-      if news := log_schedule.text(missing):
+      if news := missing_text(missing):
         where = self._workdir / FILE
         warn(f"{where} has lost lines of finished steps: {news}; training continues without them")
 
@@ -264,7 +269,7 @@ class Run:
     due = self._reader.read(self.done, metrics, drain=drain)
     values = dict(due[-1][1]) if due else {}
     self._report(due)
-    if news := self._pace.after_step(self.done, self._batches.wait_seconds):
+    if self._pace and (news := self._pace.after_step(self.done, self._batches.wait_seconds)):
       self._progress.note(news)
     self._replicas.after_step(self.done, self.state)
     if called:
@@ -289,7 +294,8 @@ class Run:
         seconds = time.monotonic() - self._started
         self._progress.note(f"first step finished {seconds:.1f} s after the command was given")
       if self._due.metrics(number):
-        values.update(meter.lap(number, batches.wait_seconds), **self._pace.numbers())
+        slowest = self._pace.numbers() if self._pace else {}
+        values.update(meter.lap(number, batches.wait_seconds), **slowest)
         self._writer.write(number, values)
         self._progress.update(number, *meter.text(number, values))
         for news in self._writer.news():

@@ -20,8 +20,7 @@ from input_pipeline.batches import EvaluationBatches
 from input_pipeline.source import Source
 from models import preference
 from partitioning.rules import named_leaves
-from processes.coordination import current
-from processes.step_barrier import Lockstep
+from processes.coordination import Lockstep, current
 from processes.watchdog import STARTING, Watchdog
 from runtime import files
 from training import restore

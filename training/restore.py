@@ -32,8 +32,8 @@ from training.checkpointing import restore as checkpoint_restore
 from training.checkpointing.checkpointer import Checkpointer
 from training.checkpointing.integrity import Verified
 from training.checkpointing.restore import FOLDER, PARAMETERS, VARIABLES
-from training.metrics import log_schedule
-from training.metrics.waiting import Waiting
+from training.metrics import log_lines
+from training.metrics.console import Waiting
 from training.metrics.writer import evaluated
 from training.setup import Job
 from training.state import State, merged, split
@@ -562,7 +562,7 @@ RECORD_FORM = {
     "rollbacks": [Exactly({"bad_step": COUNT, "why": TEXT, "step": COUNT, **_SKIPPED})],
     "losses": [NUMBER],
   },
-  log_schedule.RECORD: [(COUNT, COUNT, COUNT)],
+  log_lines.SCHEDULES: [(COUNT, COUNT, COUNT)],
 }
 
 

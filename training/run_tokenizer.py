@@ -40,7 +40,9 @@ def contents(config: ConfigDict) -> dict[str, bytes]:
     for name in (hf_folder.CONFIG, hf_folder.GENERATION):
       if name not in found and (folder / name).exists():
         found[name] = tokenizer_files.read(folder / name)
-    found[hf_folder.CONFIG] = hf_folder.decoder_config(found[hf_folder.CONFIG])
+    from interop import hf_config  # of models of a folder alone
+
+    found[hf_folder.CONFIG] = hf_config.decoder_config(found[hf_folder.CONFIG])
   return found
 
 

@@ -20,8 +20,7 @@ from input_pipeline.sources import catalog
 from input_pipeline.text import files
 from processes import preflight
 from processes.coordination import Group, NotTogetherError, current
-from training.metrics.console import say_wrapped
-from training.metrics.waiting import preparing
+from training.metrics.console import preparing, say_wrapped
 from training.tasks import TASKS
 
 with epy.lazy_imports():  # `prepare` has no job

@@ -15,9 +15,8 @@ from processes.watchdog import STARTING, Watchdog
 from processes.workdir_lease import Ownership, acquire
 from runtime import files
 from training import history
-from training.metrics.append_log import MOST_BYTES
 from training.metrics.console import say
-from training.metrics.log_lines import FILE
+from training.metrics.log_lines import FILE, MOST_BYTES
 from training.metrics.writer import DAMAGED
 
 CONFIG, LAYOUT, BAD_RECORDS = "config.json", "layout.txt", "bad_records.json"

@@ -2,6 +2,9 @@
 
 from configs.keys.row import ACCEPT, MAY_CHANGE, Key, Required, Rows, Unset
 
+OF_FILES = "data.name=text|conversations|preferences"
+RENDERED = "data.name=conversations|preferences"
+
 DATA: Rows = {
   "global_batch_size": Key(Required(int), "", unit="rows", least=1, most=2**24, resume=ACCEPT),
   # On resume: dataset.* shows whether the rows are the same.
@@ -52,6 +55,7 @@ DATA: Rows = {
     "hf://OWNER/NAME, separated by commas",
     resume=MAY_CHANGE,
     readers=("text",),
+    needs=OF_FILES,
   ),
   "sources": Key(
     (),
@@ -59,6 +63,7 @@ DATA: Rows = {
     "tokens); also evaluation_files, text_feature and maximum_epochs (default 1; 0: no limit): "
     '({"name": "web", "files": "web/", "weight": 0.7}, {"name": "code", "files": "src/", ...})',
     readers=("text",),
+    needs=OF_FILES,
   ),
   # On resume: only of steps that are not done: training.restore checks.
   "stages": Key(
@@ -66,17 +71,21 @@ DATA: Rows = {
     'Other weights from a step on: ((1000, {"web": 0.2, "code": 0.8}),)',
     resume=ACCEPT,
     readers=("text",),
+    needs="data.sources",
   ),
   "evaluation_files": Key(
     "",
     'of the validation split; "": a share of the documents of files',
     resume=MAY_CHANGE,
     readers=("text",),
+    needs=OF_FILES,
   ),
   "evaluation_fraction": Key(
     0.05,
     "Documents of files that are held out for validation, chosen by their content",
     unit="of the documents",
+    above=0,
+    below=1,
   ),
   # On resume: may have moved; dataset.tokenizer shows whether it is the same.
   "tokenizer": Key(
@@ -118,14 +127,18 @@ DATA: Rows = {
     'a file with one (conversations, preferences); "": the tokenizer\'s',
     resume=MAY_CHANGE,
     readers=("text",),
+    needs=RENDERED,
   ),
   "untrained_conversations": Key(
     "refuse",
     "Conversations without a token to train on, or longer than a row: refuse or drop",
     choices=("refuse", "drop"),
     readers=("text",),
+    needs=RENDERED,
   ),
-  "long_conversations": Key("refuse", "", choices=("refuse", "drop"), readers=("text",)),
+  "long_conversations": Key(
+    "refuse", "", choices=("refuse", "drop"), readers=("text",), needs=RENDERED
+  ),
   "image_feature": Key("", '"": the only one of that type', readers=("image",)),
   "label_feature": Key("", '"": the only one of that type', readers=("image",)),
   "examples": Key(0, "rows (random)", unit="rows", readers=("random",)),

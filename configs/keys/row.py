@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -47,7 +48,9 @@ class Key:
     usual: words that it often is; others are possible.
     resume: what a change means where a run resumes: `MAY_CHANGE`, `ACCEPT` or `REFUSED`; "": as for
       most keys of the section.
-    readers: who reads it, where not everybody does; see `configs.schema.unused`.
+    readers: who reads it, where not everybody does; see `configs.schema.validate`.
+    needs: what has to be on for it to be read: `model.experts`, `optimizer.schedule=wsd`, or one of
+      several values, separated by `|`.
     off: its value where nobody reads it.
   """
 
@@ -63,6 +66,7 @@ class Key:
   usual: tuple[str, ...] = ()
   resume: str = ""
   readers: tuple[str, ...] = ()
+  needs: str = ""
   off: Any = DEFAULT
 
   def explained(self) -> str:
@@ -81,13 +85,16 @@ class Key:
       return
     if isinstance(value, int) and value > self.most:
       yield f"at most {self.most:,}"
-    if self.least is not None and self.below is not None:
-      if not self.least <= value < self.below:
-        yield f"at least {self.least} and below {self.below}"
-    elif self.least is not None and not self.least <= value < math.inf:
-      yield f"at least {self.least}"
-    if self.above is not None and not self.above < value < math.inf:
-      yield f"above {self.above}"
+      return
+    bounds = (
+      ("at least", self.least, operator.ge),
+      ("above", self.above, operator.gt),
+      ("below", self.below, operator.lt),
+    )
+    given = [one for one in bounds if one[1] is not None]
+    inside = all(math.isfinite(value) and holds(value, bound) for _, bound, holds in given)
+    if not inside:
+      yield " and ".join(f"{name} {bound}" for name, bound, _ in given)
     if self.finite and not math.isfinite(value):
       yield "a finite number"
 

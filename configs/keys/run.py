@@ -81,15 +81,21 @@ PARTITIONING: Rows = {
   ),
 }
 
+RANK = "lora.rank"
 LORA: Rows = {
-  "rank": Key(0, "rank of the adapters; 0: off", unit="dims"),
-  "alpha": Key(16.0, "an adapter's output is scaled by alpha / rank", resume=ACCEPT),
+  "rank": Key(0, "rank of the adapters; 0: off", unit="dims", least=0),
+  "alpha": Key(
+    16.0, "an adapter's output is scaled by alpha / rank", above=0, resume=ACCEPT, needs=RANK
+  ),
   "targets": Key(
     ("*",),
     'Linear layers that get an adapter, by name or pattern: ("query", "value"), ("layers/mlp/*",)',
+    needs=RANK,
   ),
-  "rs": Key(False, "rsLoRA: scaled by alpha / rank**0.5", resume=ACCEPT),
-  "dropout": Key(0.0, "dropout of the adapters' inputs", resume=ACCEPT),
+  "rs": Key(False, "rsLoRA: scaled by alpha / rank**0.5", resume=ACCEPT, needs=RANK),
+  "dropout": Key(
+    0.0, "dropout of the adapters' inputs", least=0, below=1, resume=ACCEPT, needs=RANK
+  ),
 }
 
 EVALUATION: Rows = {

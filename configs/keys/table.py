@@ -1,14 +1,14 @@
 """The rows of all keys, by section and by model."""
 
-from collections.abc import Iterator
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from ml_collections import ConfigDict, config_dict
 
 from configs.keys import run
-from configs.keys.classifiers import MLP, VIT
 from configs.keys.data import DATA
-from configs.keys.decoder import DECODER
+from configs.keys.model import DECODER, MLP, VIT
 from configs.keys.optimizer import OPTIMIZER
 from configs.keys.row import ACCEPT, MAY_CHANGE, REFUSED, Key, Required, Rows, Unset
 from configs.keys.training import TRAINING
@@ -102,6 +102,31 @@ def rows(config: ConfigDict) -> Iterator[tuple[str, Key, Any]]:
     for key, row in of_section.items():
       if key in values:
         yield f"{name}.{key}" if name else key, row, values[key]
+
+
+Result = TypeVar("Result")
+
+
+def with_sections(function: Callable[..., Result], config: ConfigDict, **others: Any) -> Result:
+  """Calls a function with the sections and keys of a config that its parameters name.
+
+  So it says by its parameters what it reads. `others` are further arguments, where it names them.
+  """
+  names = inspect.signature(function).parameters
+  return function(**{name: others[name] if name in others else config[name] for name in names})
+
+
+def needing(what: str) -> dict[str, Any]:
+  """Returns dotted key -> its value where nobody reads it, of the keys that need what is named.
+
+  Those that need one of these, in later rows, are among them.
+  """
+  found: dict[str, Any] = {}
+  for name, of_section in (("model", MODELS["transformer"]), *SECTIONS.items()):
+    for key, row in of_section.items():
+      if row.needs == what or row.needs.partition("=")[0] in found:
+        found[f"{name}.{key}"] = row.unread
+  return found
 
 
 def too_large(config: ConfigDict) -> list[str]:

@@ -3,6 +3,8 @@
 from configs.keys.row import MAY_CHANGE, REFUSED, Key, Rows, Unset
 from runtime.forms import MOST_STEP
 
+STAGES, EXPERTS = "mesh.stage", "model.experts"
+
 TRAINING: Rows = {
   # On resume: unless fewer than are done.
   "steps": Key(0, "optimizer steps", unit="steps", least=1, resume=MAY_CHANGE),
@@ -23,6 +25,7 @@ TRAINING: Rows = {
     "microbatches)",
     choices=("1f1b", "interleaved", "gpipe"),
     resume=MAY_CHANGE,
+    needs=STAGES,
   ),
   "pipeline_chunks": Key(
     2,
@@ -30,6 +33,7 @@ TRAINING: Rows = {
     unit="chunks of layers",
     least=2,
     resume=MAY_CHANGE,
+    needs="training.pipeline=interleaved",
   ),
   "microbatches": Key(
     Unset(int),
@@ -38,6 +42,8 @@ TRAINING: Rows = {
     unit="microbatches",
     least=1,
     resume=MAY_CHANGE,
+    needs=STAGES,
+    off=1,
   ),
   "pipeline_ends": Key(
     "masked",
@@ -45,6 +51,7 @@ TRAINING: Rows = {
     "or conditional (only the first and the last stage compute them)",
     choices=("masked", "conditional"),
     resume=MAY_CHANGE,
+    needs=STAGES,
   ),
   "pipeline_gather": Key(
     "auto",
@@ -52,6 +59,7 @@ TRAINING: Rows = {
     " take at most a quarter of the memory (auto, or step), or for each microbatch (tick)",
     choices=("auto", "step", "tick"),
     resume=MAY_CHANGE,
+    needs=STAGES,
   ),
   # On resume: another order of the same sums.
   "gradient_reduction": Key(
@@ -86,6 +94,8 @@ TRAINING: Rows = {
     Unset(bool),
     "Round updated bfloat16 parameters up or down at random, not to the nearest; by default on "
     "for them",
+    needs="training.parameter_dtype=bfloat16",
+    off=False,
   ),
   # On resume: the frozen parameters would be others.
   "frozen_dtype": Key(
@@ -117,6 +127,7 @@ TRAINING: Rows = {
     "Where scales of 8-bit numbers come from: current (the array itself) or delayed (float8; the "
     "largest magnitudes of the last 16 steps)",
     choices=("current", "delayed"),
+    needs="training.matmul_dtype=float8",
     resume=REFUSED,
   ),
   "rematerialization": Key(
@@ -152,26 +163,26 @@ TRAINING: Rows = {
     "By default what docs/performance.md says.",
     choices=("tiles", "ragged"),
     resume=MAY_CHANGE,
-    readers=("experts",),
+    needs=EXPERTS,
     off="tiles",
   ),
   "balance_loss": Key(
     0.0,
     "coefficient of the balance loss of experts, taken per row; 0: off",
-    finite=True,
-    readers=("experts",),
+    least=0,
+    needs=EXPERTS,
   ),
   "router_z_loss": Key(
     0.0,
     "coefficient of the z-loss of the routers' logits; 0: off",
-    finite=True,
-    readers=("experts",),
+    least=0,
+    needs=EXPERTS,
   ),
   "router_bias_rate": Key(
     0.0,
     "How far a step moves the biases of model.router_correction towards balanced experts",
-    finite=True,
-    readers=("experts",),
+    least=0,
+    needs=EXPERTS,
   ),
   "z_loss": Key(
     0.0,
@@ -183,11 +194,14 @@ TRAINING: Rows = {
   "dpo_beta": Key(
     0.1,
     "DPO (data=preferences): how strongly the model is kept near the reference",
+    above=0,
     readers=("dpo",),
   ),
   "dpo_label_smoothing": Key(
     0.0,
     "the assumed share of pairs that are the wrong way around",
+    least=0,
+    below=0.5,
     readers=("dpo",),
   ),
   # On resume: by default it follows the mesh.

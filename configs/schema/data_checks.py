@@ -1,17 +1,18 @@
-"""What is wrong with mixtures and ramps of the data."""
+"""What of the data does not go together: batches, files, mixtures and ramps."""
 
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from input_pipeline.ramp import Ramp
 from input_pipeline.sources import catalog
+from input_pipeline.text.conversations import FORMS
 from runtime.suggest import nearest
-from training.tasks import TASKS
+from training.tasks import DPO, TASKS
 
 # ------------------------------ data.sources and data.stages ------------------------------
 
@@ -29,12 +30,12 @@ SOURCES_EXAMPLE = '({"name": "web", "files": "web/", "weight": 0.7}, ...)'
 
 def mixture_errors(data: ConfigDict) -> Iterator[str]:
   """Yields what is wrong with data.sources and data.stages of a finalized config."""
+  if data.name not in catalog.OF_FILES:
+    return
   if not isinstance(data.sources, tuple) or not all(isinstance(s, Mapping) for s in data.sources):
     yield f"data.sources={data.sources!r}: a tuple of sources, such as {SOURCES_EXAMPLE}"
     return
   if not data.sources:
-    if data.stages:
-      yield "data.stages: there is no mixture; name its data.sources"
     return
   for key in ("files", "evaluation_files", "text_feature"):
     if data[key]:
@@ -119,30 +120,48 @@ RAMPS = {
 
 
 def ramp_of(data: ConfigDict) -> Ramp:
-  """Returns the ramp of a section `data`; the constant one where `wrong` refuses it."""
+  """Returns the ramp of a section `data`; the constant one where its form is refused."""
   if any(True for key in RAMPS for _ in _form(data, key)):
     return Ramp.constant(max(1, data.global_batch_size))
   return Ramp.of(data)
 
 
-def ramp_errors(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
-  """Yields what is wrong with the ramps of a finalized config.
-
-  Args:
-    config: finalized.
-    sizes: mesh axis -> size.
-  """
-  data = config.data
+def ramp_errors(
+  data: ConfigDict,
+  training: ConfigDict,
+  partitioning: ConfigDict,
+  task: str,
+  sizes: Mapping[str, int],
+) -> Iterator[str]:
+  """Yields what is wrong with the ramps: their form, and stages that cannot be divided."""
   faults = [line for key in RAMPS for line in _form(data, key)]
   yield from faults
-  if not faults:
-    if data.batch_size_ramp and data.skip_batches:
+  if faults:
+    return
+  if data.batch_size_ramp and data.skip_batches:
+    yield (
+      "data.skip_batches: with data.batch_size_ramp batches have different sizes; name rows with "
+      "data.skip_rows"
+    )
+  count, axes = training.gradient_accumulation_steps, partitioning.activations.batch
+  whole = count * parts(axes, sizes)
+  names = " x ".join(f"{axis}={sizes.get(axis, 1)}" for axis in axes)
+  for step, rows in data.batch_size_ramp:
+    if whole > 0 and rows % whole and rows != data.global_batch_size:
       yield (
-        "data.skip_batches: with data.batch_size_ramp batches have different sizes; name rows with "
-        "data.skip_rows"
+        f"data.batch_size_ramp: {rows} rows from step {step} on are not divisible by the batch "
+        f"axes {names} and {count} microbatches = {whole}; make it {rows // whole * whole or whole}"
       )
-    yield from _rows(config, sizes)
-    yield from _lengths(config)
+  if not data.sequence_length_ramp:
+    return
+  arrays = TASKS[task].batch.items()
+  if uncut := [name for name, (letters, _) in arrays if letters[:2] != "BT"]:
+    yield (
+      f"data.sequence_length_ramp: rows of {task} cannot be cut: {', '.join(uncut)} of a batch "
+      f"belongs to a whole row; leave it out"
+    )
+  elif data.name in catalog.RENDERED:
+    yield f"data.sequence_length_ramp: {data.name} are never cut; leave it out"
 
 
 def _form(data: ConfigDict, key: str) -> Iterator[str]:
@@ -177,30 +196,91 @@ def _is_stage(stage: Any) -> bool:
   )
 
 
-def _rows(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
-  """Yields stages whose rows the batch axes and the microbatches do not divide."""
-  count, axes = config.training.gradient_accumulation_steps, config.partitioning.activations.batch
-  parts = count
-  for axis in axes:
-    parts *= sizes.get(axis, 1)
-  names = " x ".join(f"{axis}={sizes.get(axis, 1)}" for axis in axes)
-  for step, rows in config.data.batch_size_ramp:
-    if parts > 0 and rows % parts and rows != config.data.global_batch_size:
+# ------------------------------ rows, files and conversations ------------------------------
+
+MOST_TOKENS = 2**20  # of a row on a device: attention lists the pairs of its blocks of 128
+
+
+def parts(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+  """Returns into how many parts mesh axes split a dim."""
+  return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+def batch_errors(
+  data: ConfigDict, training: ConfigDict, partitioning: ConfigDict, sizes: Mapping[str, int]
+) -> Iterator[str]:
+  """Yields why a batch cannot be divided, or its rows are too long for the devices."""
+  length, context = data.sequence_length, sizes.get("context", 1)
+  if (length or 0) > MOST_TOKENS * context:
+    yield (
+      f"data.sequence_length={length:,}: at most {MOST_TOKENS * context:,} tokens, "
+      f"{MOST_TOKENS:,} on each of mesh.context={context}"
+    )
+  size, steps = data.global_batch_size, training.gradient_accumulation_steps
+  if size < 1 or steps < 1:  # refused as such
+    return
+  if size % steps:
+    yield (
+      f"data.global_batch_size={size} is not divisible by "
+      f"training.gradient_accumulation_steps={steps}; make it {-(-size // steps) * steps}"
+    )
+    return
+  axes = [axis for axis in partitioning.activations.batch if sizes.get(axis, 1) > 1]
+  whole = parts(axes, sizes) * steps
+  if size % whole:
+    below, above = size // whole * whole, (size // whole + 1) * whole
+    near = f"{below} or {above}" if below else f"{above}"
+    microbatch = f" / {steps} accumulation steps" if steps > 1 else ""
+    names = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
+    product = f" = {whole // steps}" if len(axes) > 1 else ""
+    yield (
+      f"data.global_batch_size={size}{microbatch} is not divisible by the batch axes "
+      f"{names}{product}; make it {near}"
+    )
+
+
+def skip_errors(data: ConfigDict) -> Iterator[str]:
+  """Yields what is wrong with the rows that are skipped."""
+  for batch in data.skip_batches:
+    if type(batch) is not int or batch < 0:
+      yield f"data.skip_batches: {batch!r} is not the number of a batch, such as (17, 18)"
+  for rows in data.skip_rows:
+    ends = rows if isinstance(rows, tuple) and len(rows) == 2 else (0, 0)
+    if not all(type(end) is int for end in ends) or not 0 <= ends[0] < ends[1]:
       yield (
-        f"data.batch_size_ramp: {rows} rows from step {step} on are not divisible by the batch "
-        f"axes {names} and {count} microbatches = {parts}; make it {rows // parts * parts or parts}"
+        f"data.skip_rows: {rows!r} is not a range of rows (first, the one behind the last), such "
+        f"as ((544, 608),)"
       )
 
 
-def _lengths(config: ConfigDict) -> Iterator[str]:
-  """Yields what does not go with rows that are cut; layouts are checked stage by stage."""
-  data, task = config.data, TASKS[config.task]
-  if not data.sequence_length_ramp:
+def file_errors(data: ConfigDict, task: str) -> Iterator[str]:
+  """Yields what is wrong with the files that rows are read from."""
+  of_files = data.name in catalog.OF_FILES
+  if TASKS[task].rows != "text":
+    if of_files:
+      yield f"data.name={data.name!r}: {task} has no rows of text; take the recipe lm"
     return
-  if whole := [name for name, (letters, _) in task.batch.items() if letters[:2] != "BT"]:
+  if not of_files:
+    return
+  if (task == DPO) != (data.name == catalog.PREFERENCES):
     yield (
-      f"data.sequence_length_ramp: rows of {config.task} cannot be cut: {', '.join(whole)} of a "
-      f"batch belongs to a whole row; leave it out"
+      f"data.name={data.name!r} with the task {task}: preferences and {DPO} go together; choose "
+      f"--config=FILE:model=NAME,data={catalog.PREFERENCES}"
     )
-  elif data.name in catalog.RENDERED:
-    yield f"data.sequence_length_ramp: {data.name} are never cut; leave it out"
+  if not data.files and not data.sources:
+    yield (
+      f"data.files='': data.name={data.name!r} is read from files; name them, such as "
+      f"--config.data.files=corpus"
+    )
+  if data.name not in catalog.RENDERED:
+    return
+  if data.name == catalog.PREFERENCES and data.packing != "none":
+    yield f"data.packing={data.packing!r}: a row of data={data.name} is one pair; take none"
+  if data.name == catalog.PREFERENCES and data.sources:
+    yield f"data.sources: data={data.name} is not mixed; name its files with data.files"
+  if data.packing == "concatenate":
+    yield "data.packing='concatenate': conversations are never split; take best_fit or none"
+  sources = [source for source in data.sources if isinstance(source, Mapping)]
+  for feature in (data.text_feature, *(source.get("text_feature", "") for source in sources)):
+    if feature:
+      yield f"data.text_feature={feature!r}: conversations are read from {FORMS}; leave it empty"

@@ -22,8 +22,10 @@ from configs.schema import (
   recipes,
   step_checks,
 )
+from configs.schema.model_checks import divisors
+from input_pipeline.sources import catalog
 from input_pipeline.text import tokenizer
-from interop import hf_config, hf_folder
+from interop import hf_folder
 from training.optimizer import optimizer_row
 from training.tasks import TASKS
 
@@ -50,11 +52,6 @@ LONGEST_ROW = 2048  # tokens of a row by default, where the model takes as many
 LEARNING_RATES = {False: 1e-5, True: 2e-4}  # of AdamW, of all parameters and of adapters
 
 
-def is_folder(config: ConfigDict) -> bool:
-  """Returns whether a config's model is that of a folder."""
-  return "folder" in config.model
-
-
 def finalize_folder(config: ConfigDict) -> None:
   """Fills in what a folder's config.json determines; `config` is unlocked.
 
@@ -64,6 +61,8 @@ def finalize_folder(config: ConfigDict) -> None:
     ValueError: the folder cannot be read, or describes a model that is not there; or keys of
       `model` that contradict it.
   """
+  from interop import hf_config  # of models of a folder alone
+
   model, data = config.model, config.data
   if not model.folder:
     raise ValueError(
@@ -95,7 +94,7 @@ def finalize_folder(config: ConfigDict) -> None:
   if hf_folder.is_adapter(config.checkpoint.initialize_from):
     from interop import peft_adapter  # which imports JAX
 
-    peft_adapter.adopt(config, config.checkpoint.initialize_from, described.model_type)
+    peft_adapter.adopt(config.lora, config.checkpoint.initialize_from, described.model_type)
   if config.optimizer.learning_rate is None:
     scale = optimizer_row(config.optimizer.name).default
     config.optimizer.learning_rate = LEARNING_RATES[config.lora.rank > 0] * scale.rate
@@ -141,14 +140,15 @@ class Rule:
     key: dotted.
     default: what it becomes where, in words.
     reason: in words.
-    value: returns the value and why, from a config in which the keys of earlier rules are set, and
-      the devices. Why is "" where the key has nothing to say about a config.
+    value: returns the value and why, from the sections that its parameters name, in which the keys
+      of earlier rules are set, and the devices. Why is "" where the key has nothing to say about a
+      config.
   """
 
   key: str
   default: str
   reason: str
-  value: Callable[[ConfigDict, Target], tuple[object, str]]
+  value: Callable[..., tuple[object, str]]
 
 
 def choose(config: ConfigDict, target: Target) -> tuple[Choice, ...]:
@@ -165,29 +165,44 @@ def choose(config: ConfigDict, target: Target) -> tuple[Choice, ...]:
   for rule in RULES:
     section, key = rule.key.split(".")
     if config[section][key] is None:
-      value, why = rule.value(config, target)
+      value, why = table.with_sections(rule.value, config, target=target)
       config[section][key] = value
       if why:
         found.append(Choice(rule.key, value, why))
   return tuple(found)
 
 
-def _kernel(config: ConfigDict, target: Target) -> tuple[str, str]:
-  platform, sizes = target.platform, target.sizes
-  if config.model.name != "transformer":
+def _kernel(
+  model: ConfigDict,
+  training: ConfigDict,
+  data: ConfigDict,
+  mesh: ConfigDict,
+  partitioning: ConfigDict,
+  task: str,
+  target: Target,
+) -> tuple[str, str]:
+  platform, length = target.platform, data.sequence_length
+  if model.name != "transformer":
     return "xla", ""
-  length = config.data.sequence_length
   if length < (least := LONG_ROWS.get(platform, LONG_ROW)):
     return "xla", f"rows of {length} tokens are shorter than {least}"
   never = "never has all scores in memory"
   if platform == "gpu":
-    why = model_checks.no_cudnn(config) or model_checks.too_old(target.capability)
+    why = model_checks.no_cudnn(model, training, mesh.context)
+    why = why or model_checks.too_old(target.capability)
     return ("blockwise", f"{never}; of cudnn: {why}") if why else ("cudnn", never)
-  why = model_checks.no_splash(config) if platform == "tpu" else "it is a kernel for TPUs"
+  why = "it is a kernel for TPUs"
+  if platform == "tpu":
+    why = model_checks.no_splash(model, training, data, mesh.context)
   if not why:
     return "splash", never
-  if platform == "tpu" and sizes.get("context", 1) > 1:
-    size = _scores_at_once(config, sizes)
+  context = target.sizes.get("context", 1)
+  if platform == "tpu" and context > 1:
+    # In a ring half of the scores of one device's keys, else those of all keys; in float32.
+    own = length // context
+    keys = own * context if model.context_attention == "gather" else own // 2
+    heads = -(-model.heads // target.sizes.get("tensor", 1))
+    size = 4 * own_tokens(data, training, partitioning, task, target.sizes) * heads * keys
     if size <= SCORES_BYTES:
       limit = f"{SCORES_BYTES / 2**30:g} GiB"
       size = f"{size / 2**30:.2f} GiB of scores at once, at most {limit}: it is faster than blocks"
@@ -195,24 +210,24 @@ def _kernel(config: ConfigDict, target: Target) -> tuple[str, str]:
   return "blockwise", f"{never}; of splash: {why}"
 
 
-def _scores_at_once(config: ConfigDict, sizes: Mapping[str, int]) -> int:
-  """Returns the bytes of the scores that a device has at once where `context` splits the rows."""
-  context = sizes["context"]
-  length = config.data.sequence_length // context
-  heads = -(-config.model.heads // sizes.get("tensor", 1))
-  # In a ring half of the scores of one device's keys, else those of all keys; in float32.
-  keys = length * context if config.model.context_attention == "gather" else length // 2
-  return 4 * own_tokens(config, sizes) * heads * keys
-
-
-def _loss_chunks(config: ConfigDict, target: Target) -> tuple[int, str]:
+def _loss_chunks(
+  model: ConfigDict,
+  training: ConfigDict,
+  data: ConfigDict,
+  partitioning: ConfigDict,
+  task: str,
+  target: Target,
+) -> tuple[int, str]:
   sizes = target.sizes
-  own = model_checks.own_logits(config, sizes) if config.model.name == "transformer" else 0
-  if not own or not TASKS[config.task].of_tokens:
+  own = 0
+  if model.name == "transformer" and TASKS[task].of_tokens:
+    own = model_checks.own_logits(model, partitioning, sizes)
+  if not own:
     return 1, ""
-  each = own_tokens(config, sizes) * _BYTES.get(config.training.compute_dtype, 4)
+  each = own_tokens(data, training, partitioning, task, sizes)
+  each *= _BYTES.get(training.compute_dtype, 4)
   # At least as many columns as a TPU's lanes: narrower products waste them.
-  fits = [n for n in range(1, max(1, own // model_checks.LANES) + 1) if own % n == 0]
+  fits = [n for n in divisors(own) if n <= max(1, own // model_checks.LANES)]
   most = CHUNK_BYTES / each
   count = next((n for n in fits if own // n <= most), fits[-1])
   limit = f"{CHUNK_BYTES // 2**20} MiB"
@@ -224,21 +239,22 @@ def _loss_chunks(config: ConfigDict, target: Target) -> tuple[int, str]:
   return count, f"{size} at a time instead of {each * own / 2**20:,.0f}, at most {limit}"
 
 
-def _grouped_matmul(config: ConfigDict, target: Target) -> tuple[str, str]:
-  if config.model.name != "transformer" or not config.model.experts:
+def _grouped_matmul(model: ConfigDict, target: Target) -> tuple[str, str]:
+  if model.name != "transformer" or not model.experts:
     return "tiles", ""
   if target.platform == "tpu":
     return "ragged", "a grouped kernel on TPUs"
   return "tiles", "ragged_dot multiplies all rows by all experts here"
 
 
-def _microbatches(config: ConfigDict, target: Target) -> tuple[int, str]:
+def _microbatches(
+  training: ConfigDict, data: ConfigDict, partitioning: ConfigDict, target: Target
+) -> tuple[int, str]:
   stages = target.sizes.get("stage", 1)
   if stages == 1:
     return 1, ""
-  training, batch = config.training, config.partitioning.activations.batch
-  parts = math.prod(target.sizes.get(axis, 1) for axis in batch)
-  rows = config.data.global_batch_size // (parts * max(1, training.gradient_accumulation_steps))
+  batch = data_checks.parts(partitioning.activations.batch, target.sizes)
+  rows = data.global_batch_size // (batch * max(1, training.gradient_accumulation_steps))
   most = MICROBATCHES * stages
   fits = [n for n in range(1, min(rows, most) + 1) if rows % n == 0] or [1]
   if training.pipeline == "interleaved":
@@ -248,45 +264,59 @@ def _microbatches(config: ConfigDict, target: Target) -> tuple[int, str]:
   return fits[-1], f"of {rows} rows per device; {bubble:.0%} of a step is the pipeline's bubble"
 
 
-def own_tokens(config: ConfigDict, sizes: Mapping[str, int]) -> int:
+def own_tokens(
+  data: ConfigDict,
+  training: ConfigDict,
+  partitioning: ConfigDict,
+  task: str,
+  sizes: Mapping[str, int],
+) -> int:
   """Returns how many tokens of a microbatch a device has inside a block."""
-  activations = config.partitioning.activations
-  parts = math.prod(sizes.get(axis, 1) for axis in (*activations.batch, *activations.sequence))
-  rows = config.data.global_batch_size * TASKS[config.task].sequences
-  microbatches = max(1, config.training.gradient_accumulation_steps)
+  activations = partitioning.activations
+  parts = data_checks.parts((*activations.batch, *activations.sequence), sizes)
+  rows = data.global_batch_size * TASKS[task].sequences
+  microbatches = max(1, training.gradient_accumulation_steps)
   if sizes.get("stage", 1) > 1:
-    microbatches *= max(1, config.training.microbatches)
-  return max(1, -(-rows * config.data.sequence_length // (parts * microbatches)))
+    microbatches *= max(1, training.microbatches)
+  return max(1, -(-rows * data.sequence_length // (parts * microbatches)))
 
 
-def _sequence_parallel(config: ConfigDict, target: Target) -> tuple[bool, str]:
+def _sequence_parallel(
+  model: ConfigDict, data: ConfigDict, partitioning: ConfigDict, target: Target
+) -> tuple[bool, str]:
   platform, sizes = target.platform, target.sizes
-  tensor, activations = sizes.get("tensor", 1), config.partitioning.activations
-  if config.model.name != "transformer" or tensor == 1:
+  tensor = sizes.get("tensor", 1)
+  if model.name != "transformer" or tensor == 1:
     return False, ""
   if platform not in ACCELERATORS:
     return False, "simulated devices take longer with it"
-  given = tuple(activations.residual_sequence)
-  table = axis_tables.AXIS_TABLES["transformer"]["activations"]
-  if given != tuple(table["residual_sequence"]):
+  given = tuple(partitioning.activations.residual_sequence)
+  usual = axis_tables.AXIS_TABLES["transformer"]["activations"]["residual_sequence"]
+  if given != tuple(usual):
     return False, f"partitioning.activations.residual_sequence={given} is set"
-  parts = tensor * math.prod(sizes.get(axis, 1) for axis in given)
-  length = config.data.sequence_length
+  parts, length = data_checks.parts(("tensor", *given), sizes), data.sequence_length
   if length % parts:
     return False, f"data.sequence_length={length} is not a multiple of {parts}"
   return True, f"mesh.tensor={tensor}: what lies between blocks takes 1/{tensor} of the memory"
 
 
-def _collective_matmul(config: ConfigDict, target: Target) -> tuple[bool, str]:
-  platform, sizes = target.platform, target.sizes
-  tensor = sizes.get("tensor", 1)
-  if config.model.name != "transformer" or tensor == 1:
+def _collective_matmul(
+  model: ConfigDict,
+  training: ConfigDict,
+  data: ConfigDict,
+  partitioning: ConfigDict,
+  lora: ConfigDict,
+  task: str,
+  target: Target,
+) -> tuple[bool, str]:
+  tensor = target.sizes.get("tensor", 1)
+  if model.name != "transformer" or tensor == 1:
     return False, ""
-  if platform != "tpu":
+  if target.platform != "tpu":
     return False, "measured for TPUs alone"
-  if why := step_checks.no_ring(config):
+  if why := step_checks.no_ring(training, partitioning, lora):
     return False, why
-  tokens = own_tokens(config, sizes) // tensor
+  tokens = own_tokens(data, training, partitioning, task, target.sizes) // tensor
   if tokens < RING_TOKENS:
     return False, f"{tokens} tokens per device and part of the sequence, under {RING_TOKENS}"
   return True, f"{tokens} tokens are multiplied while as many are sent"
@@ -344,6 +374,82 @@ RULES = (
 )
 
 
+# ------------------------------ data and model ------------------------------
+
+# Data sets whose sizes are known here: (values per image, classes).
+IMAGE_SIZES = {"digits": (64, 10), "mnist": (784, 10), "fashion_mnist": (784, 10)}
+
+
+def _data(model: ConfigDict, data: ConfigDict, task: str, accelerated: bool) -> None:
+  """Fills in what follows from the data set, and the sizes of a batch of random numbers.
+
+  Raises:
+    ValueError: a data set of images of unknown size.
+  """
+  rows = TASKS[task].rows
+  if rows == "random":
+    width = 8192 if accelerated else 512
+    default(model, "model_size", width)
+    default(data, "global_batch_size", width)
+    data.examples = data.global_batch_size
+  if rows == "image":
+    known = IMAGE_SIZES.get(data.name, (None, None))
+    for key, value in zip(("input_size", "output_size"), known, strict=True):
+      if model.get(key, value) is None and value is None and key in model:
+        raise ValueError(
+          f"data.name={data.name!r}: set model.{key} (values per image, or classes); it is known "
+          f"for {', '.join(IMAGE_SIZES)} only"
+        )
+      default(model, key, value)
+  of_files = data.name in catalog.OF_FILES
+  pairs = data.name == catalog.PREFERENCES
+  default(data, "packing", "none" if pairs else "best_fit" if of_files else "concatenate")
+  if rows == "text" and of_files:
+    data.tokenizer = tokenizer.resolve(data)
+  data.tokenizer = data.tokenizer or "bytes"
+  if model.get("vocabulary_size", 0) is None:
+    model.vocabulary_size = tokenizer.load(data.tokenizer).size
+  default(model, "separate_documents", of_files)
+  if not TASKS[task].of_tokens and "input_size" in model and "output_size" in model:
+    data.input_size, data.target_size = model.input_size, model.output_size
+
+
+def _sizes(model: ConfigDict, data: ConfigDict) -> None:
+  """Fills in the sizes of a model that follow from others.
+
+  Raises:
+    ValueError: heads do not divide the width.
+  """
+  default(model, "feedforward_size", model.get("model_size"))
+  default(model, "expert_feedforward_size", model.get("feedforward_size"))
+  if model.name == "vit" and model.image_size is None:  # of a square with as many pixels
+    model.image_size = math.isqrt(max(0, model.input_size) // max(1, model.channels))
+  if model.name != "transformer":
+    return
+  width = model.base_width or model.model_size
+  default(model, "embedding_standard_deviation", width**-0.5 if model.tied_embeddings else 1.0)
+  if model.head_size is None and model.heads > 0 and model.model_size % model.heads:
+    raise ValueError(
+      f"model.model_size={model.model_size} is not a multiple of model.heads={model.heads}; "
+      f"change one, or set model.head_size"
+    )
+  default(model, "head_size", model.model_size // max(1, model.heads))
+  default(model, "value_head_size", model.head_size)
+  default(model, "max_positions", data.sequence_length)
+  default(model, "base_head_size", model.head_size)
+  default(model, "attention_scale", _attention_scale(model.head_size, model.base_head_size))
+
+
+def _attention_scale(head_size: int, base: int) -> float:
+  """Returns the scale of scores: 1 / head size for larger heads than muP's base model has.
+
+  It is as much at the base as without muP. Source: arXiv:2203.03466, definition 4.1.
+  """
+  if head_size < 1 or base < 1:  # refused
+    return 1.0
+  return head_size**-0.5 if head_size == base else base**0.5 / head_size
+
+
 # ------------------------------ all derived values ------------------------------
 
 # Schedule -> learning rate at its end over the peak, unless the config says so.
@@ -391,53 +497,69 @@ def with_choices(
       f"task={config.task!r} was overridden while model and data are those of {recipe.task!r}; "
       f"choose another recipe with --config=FILE:RECIPE"
     )
+  accelerated = platform in ACCELERATORS
   if sizes is None:
     sizes = {axis: max(1, size) for axis, size in config.mesh.items()}
   config = copy.deepcopy(config)
   with config.unlocked():
-    training = config.training
-    step_checks.finalize_precision(config, platform in ACCELERATORS)
-    default(training, "matmul_precision", "default")
+    step_checks.finalize_precision(config.training, config.optimizer, accelerated)
+    default(config.training, "matmul_precision", "default")
     optimizer_checks.finalize_optimizer(config, recipe)
-    if is_folder(config):
+    if "folder" in config.model:
       finalize_folder(config)
-    recipes.finalize(config, platform in ACCELERATORS)
-    model_checks.finalize_lora(config)
+    _data(config.model, config.data, config.task, accelerated)
+    _sizes(config.model, config.data)
+    model_checks.finalize_lora(config.model, config.lora, config.training)
     choices = choose(config, Target(platform, sizes, capability))
-    _schedule(config, recipe)
-    _final_evaluation(config)
+    table.with_sections(_schedule, config, recipe=recipe)
+    table.with_sections(_final_evaluation, config)
     _rows_to_skip(config.data)
     # --config.metrics.sinks=csv,wandb is one name for the parser of flags.
     names = ",".join(map(str, config.metrics.sinks))
     config.metrics.sinks = tuple(name for name in names.split(",") if name)
-    activations = config.partitioning.activations
-    if config.partitioning.sequence_parallel and "residual_sequence" in activations:
-      given = activations.residual_sequence
-      activations.residual_sequence = (*given, *(() if "tensor" in given else ("tensor",)))
-    parameters = config.partitioning.parameters
-    for name in parameters:
-      default(config.partitioning.optimizer, name, parameters[name])
+    tables = config.partitioning
+    if tables.sequence_parallel and "residual_sequence" in tables.activations:
+      given = tables.activations.residual_sequence
+      if "tensor" not in given:
+        tables.activations.residual_sequence = (*given, "tensor")
+    for name in tables.parameters:
+      default(tables.optimizer, name, tables.parameters[name])
   return config, choices
 
 
-def _schedule(config: ConfigDict, recipe: ConfigDict) -> None:
+def _schedule(
+  training: ConfigDict, optimizer: ConfigDict, data: ConfigDict, task: str, recipe: ConfigDict
+) -> None:
   """Turns tokens into steps, and fills in what the schedule's name implies.
 
   Raises:
     ValueError: a number of tokens and of steps for the same thing, or tokens of a task without.
   """
-  keys, training = config.optimizer, config.training
-  if training.tokens and training.steps != recipe.training.steps:
-    raise ValueError(
-      f"training.tokens={training.tokens} and training.steps={training.steps}: set one of the two"
-    )
-  _steps_of_tokens(config, training, "tokens", "steps")
-  _steps_of_tokens(config, keys, "warmup_tokens", "warmup_steps")
-  _steps_of_tokens(config, keys, "decay_tokens", "decay_steps", last=True)
-  default(keys, "warmup_steps", training.steps // 20)
-  default(keys, "final_fraction", FINAL_FRACTIONS.get(keys.schedule, 1.0))
-  default(keys, "decay_steps", max(1, training.steps // 5) if keys.schedule == "wsd" else 0)
-  keys.schedule_changes = _schedule_changes(keys, training.steps)
+  given = {"training.tokens": training.tokens}
+  given |= {f"optimizer.{key}": optimizer[key] for key in ("warmup_tokens", "decay_tokens")}
+  for key, tokens in given.items():
+    steps = key.replace("tokens", "steps")
+    section, name = steps.split(".")
+    was = training.steps if section == "training" else optimizer[name]
+    if tokens and was != (recipe.training.steps if section == "training" else None):
+      raise ValueError(f"{key}={tokens} and {steps}={was}: set one of the two")
+    if tokens and not TASKS[task].of_tokens:
+      raise ValueError(f"{key}={tokens}: {task} has no tokens; set steps")
+  ramp = data_checks.ramp_of(data)
+  rows = {key: -(-tokens // max(1, data.sequence_length)) for key, tokens in given.items()}
+  if training.tokens:
+    training.steps = max(1, ramp.steps(rows["training.tokens"]))
+  if optimizer.warmup_tokens:
+    optimizer.warmup_steps = max(1, ramp.steps(rows["optimizer.warmup_tokens"]))
+  if optimizer.decay_tokens:  # the last ones: `before` is what the steps before may take
+    before = ramp.taken(training.steps) - rows["optimizer.decay_tokens"]
+    last_before = ramp.steps(before + 1) - 1 if before >= 0 else -1
+    optimizer.decay_steps = training.steps - last_before
+  default(optimizer, "warmup_steps", training.steps // 20)
+  default(optimizer, "final_fraction", FINAL_FRACTIONS.get(optimizer.schedule, 1.0))
+  decays = optimizer.schedule == "wsd"
+  default(optimizer, "decay_steps", max(1, training.steps // 5) if decays else 0)
+  optimizer.schedule_changes = _schedule_changes(optimizer, training.steps)
 
 
 def _schedule_changes(keys: ConfigDict, steps: int) -> tuple:
@@ -475,37 +597,14 @@ def _schedule_changes(keys: ConfigDict, steps: int) -> tuple:
   return (*earlier, (done, before, how))
 
 
-def _final_evaluation(config: ConfigDict) -> None:
+def _final_evaluation(evaluation: ConfigDict, training: ConfigDict, data: ConfigDict) -> None:
   """Limits the final evaluation of a short run, whose split may take longer than its steps.
 
   A batch, of which only the forward pass is computed, takes a third of a step or less.
   """
-  keys, sources = config.evaluation, max(1, len(config.data.sources))
-  few = max(keys.steps or _LEAST_BATCHES, config.training.steps // (3 * sources))
-  default(keys, "final_steps", 0 if keys.every_steps and not keys.steps else few)
-
-
-def _steps_of_tokens(
-  config: ConfigDict, section: ConfigDict, tokens: str, steps: str, *, last: bool = False
-) -> None:
-  """Turns tokens into the steps that have them: the first steps, or the last of the run."""
-  if not section[tokens]:
-    return
-  title = "training" if section is config.training else "optimizer"
-  if section is not config.training and section[steps] is not None:
-    raise ValueError(
-      f"{title}.{tokens}={section[tokens]} and {title}.{steps}={section[steps]}: set one of the two"
-    )
-  if not TASKS[config.task].of_tokens:
-    raise ValueError(f"{title}.{tokens}={section[tokens]}: {config.task} has no tokens; set steps")
-  ramp = data_checks.ramp_of(config.data)
-  rows = -(-section[tokens] // max(1, config.data.sequence_length))
-  if last:
-    total = config.training.steps
-    before = ramp.taken(total) - rows  # that the steps before may take
-    section[steps] = total - (ramp.steps(before + 1) - 1) if before >= 0 else total + 1
-  else:
-    section[steps] = max(1, ramp.steps(rows))
+  few = max(evaluation.steps or _LEAST_BATCHES, training.steps // (3 * max(1, len(data.sources))))
+  whole = evaluation.every_steps and not evaluation.steps
+  default(evaluation, "final_steps", 0 if whole else few)
 
 
 def _rows_to_skip(data: ConfigDict) -> None:
@@ -519,7 +618,7 @@ def _rows_to_skip(data: ConfigDict) -> None:
     data.skip_batches = ()
 
 
-def default(section: ConfigDict, key: str, value) -> None:
-  """Sets a key that is still unset."""
-  if section[key] is None:
+def default(section: ConfigDict, key: str, value: object) -> None:
+  """Sets a key that is there and still unset."""
+  if key in section and section[key] is None:
     section[key] = value

@@ -1,12 +1,12 @@
 """Which keys of a model go together, and what follows from them."""
 
 import fnmatch
-import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from ml_collections import ConfigDict
 
-from configs.keys.decoder import DECODER
+from configs.keys.model import DECODER
+from configs.schema.data_checks import parts
 from interop import hf_folder
 from runtime.layer_kinds import sparse_layers
 from runtime.suggest import most_similar, nearest
@@ -20,24 +20,24 @@ LEAST_CAPABILITY = 9.0  # of a GPU for cuDNN's kernel: Hopper
 _LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8  # of cuDNN's kernel on Hopper
 
 
-def attention_kernel_errors(config: ConfigDict) -> Iterator[str]:
-  """Yields why the config's kernel cannot run it.
-
-  Args:
-    config: finalized, of a decoder.
-  """
-  kernel = config.training.attention_kernel
-  reasons = {"splash": no_splash, "cudnn": no_cudnn}
-  if kernel in reasons and (why := reasons[kernel](config)):
+def attention_kernel_errors(
+  model: ConfigDict, training: ConfigDict, data: ConfigDict, mesh: ConfigDict
+) -> Iterator[str]:
+  """Yields why the kernel of a decoder's attention cannot run it."""
+  kernel, why = training.attention_kernel, ""
+  if kernel == "splash":
+    why = no_splash(model, training, data, mesh.context)
+  if kernel == "cudnn":
+    why = no_cudnn(model, training, mesh.context)
+  if why:
     yield f"training.attention_kernel={kernel}: {why}; set it to blockwise"
 
 
-def no_splash(config: ConfigDict) -> str:
-  """Returns why the kernel of models/splash_attention.py cannot run a config; "" where it can."""
-  if config.training.compute_dtype == "float64":
+def no_splash(model: ConfigDict, training: ConfigDict, data: ConfigDict, context: int) -> str:
+  """Returns why models/splash_attention.py cannot run a decoder; "" where it can."""
+  if training.compute_dtype == "float64":
     return "it computes in float32"
-  context, data = config.mesh.context, config.data
-  if context == 1 or config.model.context_attention == "gather":  # gathered rows are padded
+  if context == 1 or model.context_attention == "gather":  # gathered rows are padded
     return ""
   # A ring, which may be the cost formula's choice, passes two pieces.
   pieces = 2 * context * LANES
@@ -53,11 +53,11 @@ def no_splash(config: ConfigDict) -> str:
   return ""
 
 
-def no_cudnn(config: ConfigDict) -> str:
-  """Returns why the kernel of models/cudnn_attention.py cannot run a config; "" where it can."""
-  model, dtype = config.model, config.training.compute_dtype
-  if config.mesh.context != 1:
-    return f"mesh.context={config.mesh.context} splits the rows"
+def no_cudnn(model: ConfigDict, training: ConfigDict, context: int) -> str:
+  """Returns why models/cudnn_attention.py cannot run a decoder; "" where it can."""
+  dtype = training.compute_dtype
+  if context != 1:
+    return f"mesh.context={context} splits the rows"
   if dtype not in ("bfloat16", "float16"):
     return f"training.compute_dtype={dtype}, and it takes bfloat16"
   if model.head_size % _HEAD_MULTIPLE or model.head_size > _LARGEST_HEAD:
@@ -82,18 +82,18 @@ def too_old(capability: float) -> str:
   return f"the GPU's compute capability is {found}, and it needs {LEAST_CAPABILITY} or more"
 
 
-def check_attention_device(config: ConfigDict, platform: str, capability: float) -> None:
+def check_attention_device(training: ConfigDict, platform: str, capability: float) -> None:
   """Refuses cuDNN's kernel on devices that do not have it.
 
   Args:
-    config: finalized.
+    training: the section of a finalized config.
     platform: `cpu`, `gpu` or `tpu`.
     capability: the compute capability of NVIDIA's GPUs; 0: of others, or unknown.
 
   Raises:
     ValueError: the devices are no GPUs, or older ones.
   """
-  if config.training.attention_kernel != "cudnn":
+  if training.attention_kernel != "cudnn":
     return
   why = too_old(capability) if platform == "gpu" else f"it is for GPUs, and these are {platform}s"
   if why:
@@ -102,46 +102,21 @@ def check_attention_device(config: ConfigDict, platform: str, capability: float)
 
 # ------------------------------ latent attention ------------------------------
 
-# Keys of `model` about latent attention -> their value without it.
-_LATENT_OFF = {"latent_size": 0, "query_latent_size": 0, "latent_norm_epsilon": 1e-6}
-# What only grouped-query attention has -> its value without it.
-_GROUPED_QUERY_OFF = {
-  "attention_sinks": False,
-  "attention_scale_by_inverse_layer": False,
-  "clip_qkv": 0.0,
-}
 
-
-def latent_errors(config: ConfigDict) -> Iterator[str]:
-  """Yields a line for each key of a decoder's attention that does not go with the others.
-
-  Args:
-    config: finalized, of a transformer.
-  """
-  model = config.model
-  if model.rotary_pairs == "adjacent" and model.positions != "rotary":
-    yield f"model.rotary_pairs='adjacent': model.positions={model.positions!r} turns nothing"
-  if model.attention == "latent":
-    yield from _latent_sizes(model)
-    yield from _latent_others(config)
-    return
-  sizes = {**_LATENT_OFF, "value_head_size": model.head_size}
-  for key, off in sizes.items():
-    if model[key] != off:
+def latent_errors(model: ConfigDict, lora: ConfigDict) -> Iterator[str]:
+  """Yields what does not go with latent attention."""
+  if model.attention != "latent":
+    if model.value_head_size != model.head_size:
       yield (
-        f"model.{key}={model[key]} is about model.attention=latent; set that, or leave the key at "
-        f"{off}"
+        f"model.value_head_size={model.value_head_size} is about model.attention=latent; set that, "
+        f"or leave the key at {model.head_size}"
       )
-
-
-def _latent_sizes(model: ConfigDict) -> Iterator[str]:
+    return
   if model.latent_size < 1:
     yield (
       f"model.latent_size={model.latent_size}: model.attention=latent computes keys and values "
       f"from a vector of this size; make it at least 1, such as {4 * max(1, model.head_size)}"
     )
-  if model.query_latent_size < 0:
-    yield f"model.query_latent_size={model.query_latent_size}: at least 1, or 0 for none"
   if model.kv_heads != model.heads:
     yield (
       f"model.kv_heads={model.kv_heads}: with model.attention=latent each head has keys and values "
@@ -158,19 +133,6 @@ def _latent_sizes(model: ConfigDict) -> Iterator[str]:
       f"model.head_size={model.head_size} dims of a head is rotated; make it even, above 0 and "
       f"below {model.head_size}, such as {max(2, model.head_size // 3 // 2 * 2)}"
     )
-
-
-def _latent_others(config: ConfigDict) -> Iterator[str]:
-  """Yields what latent attention does not go with."""
-  model = config.model
-  if model.query_key_norm:
-    yield (
-      "model.query_key_norm=True: model.attention=latent normalizes latent vectors, not heads; set "
-      "it to False"
-    )
-  for key, off in _GROUPED_QUERY_OFF.items():
-    if model[key] != off:
-      yield f"model.{key}={model[key]}: model.attention=latent has none; set it to {off}"
   if {*model.biases.split(",")} & {"qkv", "all", "query", "key", "value", "out"}:
     yield (
       f"model.biases={model.biases!r}: of model.attention=latent the projections to latent vectors "
@@ -182,66 +144,70 @@ def _latent_others(config: ConfigDict) -> Iterator[str]:
       f"model.base_width={model.base_width}: muP has no rule for the sizes of latent vectors; set "
       f"it to 0"
     )
-  if config.lora.rank > 0:
+  if lora.rank > 0:
     yield (
-      f"lora.rank={config.lora.rank}: the projections of model.attention=latent have no adapters; "
+      f"lora.rank={lora.rank}: the projections of model.attention=latent have no adapters; "
       f"set it to 0, and choose what is trained by training.trainable"
     )
 
 
 # ------------------------------ mixtures of experts ------------------------------
 
-# Keys about experts -> what they are where they say nothing.
-EXPERTS_OFF = {
-  f"model.{key}": row.unread for key, row in DECODER.items() if "experts" in row.readers
-}
-EXPERTS_TRAINING_OFF = {
-  f"training.{key}": 0.0 for key in ("balance_loss", "router_z_loss", "router_bias_rate")
-}
+# Sums that a step adds to the loss of experts.
+EXPERT_LOSSES = ("balance_loss", "router_z_loss", "router_bias_rate")
 
 
-def expert_errors(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
-  """Yields a line for each key of a decoder's experts that does not go with the others.
-
-  Args:
-    config: finalized.
-    sizes: mesh axis -> size.
-  """
-  model, devices = config.model, sizes.get("expert", 1)
-  if not model.experts:
-    for name, off in {**EXPERTS_OFF, **EXPERTS_TRAINING_OFF}.items():
-      if (value := _value(config, name)) != off:
-        yield f"{name}={value!r}: no layer has experts; leave it at {off!r}, or set model.experts"
+def expert_errors(
+  model: ConfigDict, training: ConfigDict, lora: ConfigDict, task: str, sizes: Mapping[str, int]
+) -> Iterator[str]:
+  """Yields what does not go with a decoder's experts; their keys say themselves what they need."""
+  devices = sizes.get("expert", 1)
+  if model.experts < 1:
     if devices > 1:
       yield (
         f"mesh.expert={devices}: no layer has experts, so it would be a second axis of data; set "
         f"mesh.data={sizes.get('data', 1) * devices} and mesh.expert=1, or set model.experts"
       )
     return
-  if model.experts < 0:
-    yield f"model.experts={model.experts}: at least 0, with which no layer has experts"
-    return
   yield from _expert_layers(model)
   yield from _router(model)
   if model.experts % devices:
-    near = [n for n in range(1, model.experts + 1) if model.experts % n == 0]
-    near = sorted(near, key=lambda n: abs(n - devices))[:3]
+    near = sorted(divisors(model.experts), key=lambda n: abs(n - devices))[:3]
     yield (
       f"model.experts={model.experts} is not divisible by mesh.expert={devices}; set mesh.expert "
-      f"to one of {', '.join(map(str, sorted(near)))}"
+      f"to one of {listed(sorted(near))}"
     )
-  yield from _expert_numbers(config)
-  yield from _unsupported_experts(config)
+  if training.router_bias_rate and not model.router_correction:
+    yield (
+      f"training.router_bias_rate={training.router_bias_rate} moves the bias of "
+      f"model.router_correction=True; set that, or leave the rate at 0"
+    )
+  if not model.gated:
+    yield "model.gated=False: the MLPs of experts are gated; leave it, or set model.experts=0"
+  if lora.rank:
+    yield f"lora.rank={lora.rank}: adapters are for dense models; set model.experts=0"
+  if training.matmul_dtype != "compute":
+    yield (
+      f"training.matmul_dtype={training.matmul_dtype!r}: experts are not multiplied in 8 bits; set "
+      f"it to compute"
+    )
+  for key in EXPERT_LOSSES:
+    if task == DPO and training[key]:
+      yield f"training.{key}={training[key]!r}: the loss of {DPO} is of pairs of rows; set it to 0"
 
 
-def _value(config: ConfigDict, name: str):
-  section, key = name.split(".")
-  return config[section][key]
+def divisors(number: int) -> list[int]:
+  """Returns the numbers that divide another one, ascending."""
+  return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def listed(values: Iterable[object]) -> str:
+  """Returns values with commas between them."""
+  return ", ".join(map(str, values))
 
 
 def _expert_layers(model: ConfigDict) -> Iterator[str]:
-  if model.sparse_every < 1:
-    yield f"model.sparse_every={model.sparse_every}: at least 1, which makes each layer sparse"
+  if model.sparse_every < 1:  # refused as such
     return
   if not 0 <= model.dense_layers < model.layers:
     yield (
@@ -270,10 +236,9 @@ def _router(model: ConfigDict) -> Iterator[str]:
   if not 1 <= each <= experts:
     yield f"model.experts_per_token={each}: from 1 to model.experts={experts}"
   if groups < 1 or experts % groups:
-    near = [n for n in range(1, experts + 1) if experts % n == 0]
     yield (
       f"model.experts={experts} is not divisible into model.router_groups={groups} groups; set "
-      f"model.router_groups to one of {', '.join(map(str, near))}"
+      f"model.router_groups to one of {listed(divisors(experts))}"
     )
     return
   if not 1 <= best <= groups:
@@ -291,48 +256,10 @@ def _router(model: ConfigDict) -> Iterator[str]:
     )
 
 
-def _expert_numbers(config: ConfigDict) -> Iterator[str]:
-  model, training = config.model, config.training
-  if not model.expert_capacity > 0:
-    yield (
-      f"model.expert_capacity={model.expert_capacity}: above 0; 1.25 has space for a quarter more "
-      f"than the mean in one round"
-    )
-  for name in ("gate_limit", "router_scale"):
-    if not model[name] >= 0 or (name == "router_scale" and not model[name]):
-      yield f"model.{name}={model[name]}: {'above 0' if name == 'router_scale' else 'at least 0'}"
-  for name in ("balance_loss", "router_z_loss", "router_bias_rate"):
-    if not training[name] >= 0:
-      yield f"training.{name}={training[name]}: at least 0; 0 is off"
-  if training.router_bias_rate and not model.router_correction:
-    yield (
-      f"training.router_bias_rate={training.router_bias_rate} moves the bias of "
-      f"model.router_correction=True; set that, or leave the rate at 0"
-    )
-
-
-def _unsupported_experts(config: ConfigDict) -> Iterator[str]:
-  """Yields what a model with experts cannot be combined with."""
-  model, training = config.model, config.training
-  if not model.gated:
-    yield "model.gated=False: the MLPs of experts are gated; leave it, or set model.experts=0"
-  if config.lora.rank:
-    yield f"lora.rank={config.lora.rank}: adapters are for dense models; set model.experts=0"
-  if training.matmul_dtype != "compute":
-    yield (
-      f"training.matmul_dtype={training.matmul_dtype!r}: experts are not multiplied in 8 bits; set "
-      f"it to compute"
-    )
-  if config.task == DPO:
-    for name, off in EXPERTS_TRAINING_OFF.items():
-      if (value := _value(config, name)) != off:
-        yield f"{name}={value!r}: the loss of {DPO} is of pairs of rows; leave it at {off!r}"
-
-
 # ------------------------------ decoders ------------------------------
 
 # Of `model.biases`: one of the first, or a list of the others.
-BIASES = ("none", "qkv", "attention", "mlp", "all")
+BIASES = DECODER["biases"].usual
 LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
 LAYER_TYPES = ("full", "sliding", "full_unrotated", "sliding_unrotated")
 # Kinds of `model.rotary_scaling` -> the numbers that each needs, and those that it may have.
@@ -349,40 +276,21 @@ ROTARY_SCALINGS = {
     ("factor", "attention_factor"),
   ),
 }
-GPT_2 = {
-  "positions": "learned",
-  "norm": "layer",
-  "norm_epsilon": 1e-5,
-  "biases": "all",
-  "activation": "gelu",
-  "gated": False,
-  "tied_embeddings": True,
-}
 
 
-def decoder_errors(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
-  """Yields a line for each key of a decoder that does not go with the others.
-
-  Args:
-    config: finalized.
-    sizes: mesh axis -> size.
-  """
-  model, length = config.model, config.data.sequence_length
+def decoder_errors(model: ConfigDict, data: ConfigDict) -> Iterator[str]:
+  """Yields what of a decoder's sizes, norms and positions does not go together."""
+  length = data.sequence_length
   if model.kv_heads > 0 and model.heads % model.kv_heads:
-    near = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
     yield (
       f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}; set "
-      f"model.kv_heads to one of {', '.join(map(str, near))}"
+      f"model.kv_heads to one of {listed(divisors(model.heads))}"
     )
   if model.positions == "rotary" and (model.rotary_size or model.head_size) % 2:
     name = "rotary_size" if model.rotary_size else "head_size"
     yield f"model.{name}={model[name]} is odd; rotary positions turn pairs"
   if model.rotary_size > model.head_size > 0:
     yield f"model.rotary_size={model.rotary_size} is beyond model.head_size={model.head_size}"
-  if model.rotary_size and model.positions != "rotary":
-    yield (
-      f"model.rotary_size={model.rotary_size}: model.positions={model.positions!r} turns nothing"
-    )
   if model.positions == "learned" and length > model.max_positions > 0:
     yield (
       f"data.sequence_length={length} is beyond model.max_positions={model.max_positions}; "
@@ -393,63 +301,63 @@ def decoder_errors(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str
       f"model.max_positions={model.max_positions}: model.positions='rotary' learns none; leave it "
       f"out, or set model.positions=learned"
     )
-  for name in ("embedding_multiplier", "residual_multiplier", "logits_divisor"):
-    if not 0 < model[name] < math.inf:
-      yield f"model.{name}={model[name]}: above 0, and finite"
-  if not 0 <= model.dropout_rate < 1:
-    yield f"model.dropout_rate={model.dropout_rate}: at least 0 and below 1"
   if model.window > length and "folder" not in model:  # a folder's model has the window it has
     yield (
       f"model.window={model.window} is beyond data.sequence_length={length}: no token would see "
       f"less than all; make data.sequence_length {model.window} or more, or set model.window=0"
     )
-  yield from latent_errors(config)
   yield from _layer_types(model)
   yield from _biases(model)
   if not model.pre_norms and not model.post_norms:
     yield "model.pre_norms=False: layers without any norm do not train; set model.post_norms=True"
-  if model.query_key_norm_across_heads and not model.query_key_norm:
-    yield "model.query_key_norm_across_heads=True is about the norms of model.query_key_norm=True"
-  yield from attention_kernel_errors(config)
   for key in ("rotary_scaling", "local_rotary_scaling"):
     yield from _scaling(model, key)
-  yield from _context(config, sizes["context"])
-  yield from _chunks(config, sizes)
-  yield from _unrolled(config)
-  yield from expert_errors(config, sizes)
 
 
-def own_logits(config: ConfigDict, sizes: Mapping[str, int]) -> int:
+def own_logits(model: ConfigDict, partitioning: ConfigDict, sizes: Mapping[str, int]) -> int:
   """Returns how many logits of a token a device has; 0 where its axes do not divide them.
 
   The vocabulary is padded to a multiple first.
   """
-  multiple = max(1, config.model.vocabulary_multiple)
-  padded = -(-config.model.vocabulary_size // multiple) * multiple
-  parts = math.prod(sizes.get(axis, 1) for axis in config.partitioning.activations.vocabulary)
-  return 0 if padded % parts else padded // parts
+  multiple = max(1, model.vocabulary_multiple)
+  padded = -(-model.vocabulary_size // multiple) * multiple
+  count = parts(partitioning.activations.vocabulary, sizes)
+  return 0 if padded % count else padded // count
 
 
-def _chunks(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
-  """Yields why the logits cannot be cut into the chunks of the loss."""
-  count, own = config.training.loss_chunks, own_logits(config, sizes)
-  if count < 1 or own % count == 0:  # where they cannot be sharded, the layout's verdict says so
-    return
-  near = [max(size for size in range(1, count) if own % size == 0)]
-  near += [size for size in range(count + 1, own + 1) if own % size == 0][:1]
-  yield (
-    f"training.loss_chunks={count} does not divide the {own} logits that a device has of each "
-    f"token; make it {' or '.join(map(str, near))}"
-  )
+def split_errors(
+  model: ConfigDict,
+  training: ConfigDict,
+  data: ConfigDict,
+  partitioning: ConfigDict,
+  sizes: Mapping[str, int],
+) -> Iterator[str]:
+  """Yields what chunks of the loss, unrolled layers and a ring of pieces of rows do not divide.
 
-
-def _unrolled(config: ConfigDict) -> Iterator[str]:
-  count, layers = config.training.scan_unroll, config.model.layers
+  What mesh axes themselves have to divide, the layout's verdict says.
+  """
+  count, own = training.loss_chunks, own_logits(model, partitioning, sizes)
+  if count > 0 and own % count:
+    near = [max(size for size in range(1, count) if own % size == 0)]
+    near += [size for size in range(count + 1, own + 1) if own % size == 0][:1]
+    yield (
+      f"training.loss_chunks={count} does not divide the {own} logits that a device has of each "
+      f"token; make it {' or '.join(map(str, near))}"
+    )
+  count, layers = training.scan_unroll, model.layers
   if count > 0 and layers % count:
-    near = [size for size in range(1, layers + 1) if layers % size == 0]
     yield (
       f"training.scan_unroll={count} does not divide model.layers={layers}; make it one of "
-      f"{', '.join(map(str, near))}"
+      f"{listed(divisors(layers))}"
+    )
+  length, pieces = data.sequence_length, 2 * sizes["context"]
+  if pieces > 2 and model.context_attention == "ring" and length % pieces:
+    below = length - length % pieces
+    near = " or ".join(str(size) for size in (below, below + pieces) if size)
+    yield (
+      f"data.sequence_length={length} is not divisible by 2 x mesh.context = {pieces}: in a ring "
+      f"each device has an early and a late piece; make it {near}, or set "
+      f"model.context_attention=gather"
     )
 
 
@@ -505,26 +413,12 @@ def _layer_types(model: ConfigDict) -> Iterator[str]:
     )
 
 
-def _context(config: ConfigDict, context: int) -> Iterator[str]:
-  """Yields what a ring needs; what `context` itself must divide, the layout's verdict says."""
-  length, pieces = config.data.sequence_length, 2 * context
-  if context == 1 or config.model.context_attention != "ring" or length % pieces == 0:
-    return
-  below = length - length % pieces
-  near = " or ".join(str(size) for size in (below, below + pieces) if size)
-  yield (
-    f"data.sequence_length={length} is not divisible by 2 x mesh.context = {pieces}: in a ring "
-    f"each device has an early and a late piece; make it {near}, or set "
-    f"model.context_attention=gather"
-  )
-
-
 def _scaling(model: ConfigDict, key: str) -> Iterator[str]:
   """Yields what is wrong with rotary scaling, `rotary_scaling` or `local_rotary_scaling`."""
   scaling = tuple(model[key])
-  if model.positions == "learned" and scaling:
-    yield f"model.{key}={scaling}: model.positions='learned' turns nothing"
-  elif scaling and isinstance(scaling[0], str):
+  if model.positions == "learned":  # refused by its row
+    return
+  if scaling and isinstance(scaling[0], str):
     for wrong in _named_scaling(model, scaling):
       yield f"model.{key}={scaling}: {wrong}"
   elif scaling:
@@ -578,8 +472,6 @@ def _names(names: Iterable[str]) -> str:
 
 # ------------------------------ low-rank adapters ------------------------------
 
-# What the keys of `lora` are while there are no adapters.
-LORA_OFF = {"rank": 0, "alpha": 16.0, "targets": ("*",), "rs": False, "dropout": 0.0}
 _LINEAR_LAYERS = (
   *(f"layers/attention/{name}" for name in ("query", "key", "value", "out")),
   *(f"layers/mlp/{name}" for name in ("gate", "up", "down")),
@@ -587,25 +479,24 @@ _LINEAR_LAYERS = (
 ADAPTERS = "*/lora_*"  # the names of their parameters
 
 
-def linear_layers(config: ConfigDict) -> list[str]:
+def linear_layers(model: ConfigDict) -> list[str]:
   """Returns the names of the layers of a decoder that may have an adapter."""
-  return [name for name in _LINEAR_LAYERS if config.model.gated or name != "layers/mlp/gate"]
+  return [name for name in _LINEAR_LAYERS if model.gated or name != "layers/mlp/gate"]
 
 
-def finalize_lora(config: ConfigDict) -> None:
-  """Fills in what follows from `lora`; `config` is unlocked.
+def finalize_lora(model: ConfigDict, lora: ConfigDict, training: ConfigDict) -> None:
+  """Fills in what follows from `lora`; the config is unlocked.
 
   `lora.targets` becomes the names of layers, `training.trainable` includes the adapters.
 
   Raises:
     ValueError: a target that matches no layer.
   """
-  lora, training = config.lora, config.training
   given = training.trainable
-  if lora.rank <= 0 or config.model.name != "transformer":
+  if lora.rank <= 0 or model.name != "transformer":
     training.trainable = ("*",) if given is None else given
     return
-  lora.targets = _matched_layers(lora.targets, linear_layers(config))
+  lora.targets = _matched_layers(lora.targets, linear_layers(model))
   given = given or ()
   training.trainable = given if ADAPTERS in given else (ADAPTERS, *given)
 
@@ -631,53 +522,21 @@ def _matched_layers(targets: tuple, names: list[str]) -> tuple[str, ...]:
   return tuple(name for name in names if any(matches(target, name) for target in targets))
 
 
-def lora_errors(config: ConfigDict) -> Iterator[str]:
-  """Yields a line for each key of `lora` that is wrong or not read, of a finalized config."""
-  lora = config.lora
-  if lora.rank < 0:
-    yield f"lora.rank={lora.rank}: at least 1, or 0 for no adapters"
-  elif lora.rank == 0:
-    for key, off in LORA_OFF.items():
-      if lora[key] != off:
-        yield f"lora.{key}={lora[key]!r}: lora.rank=0 means no adapters; set lora.rank, such as 16"
-  elif config.model.name != "transformer":
+def lora_errors(model: ConfigDict, lora: ConfigDict) -> Iterator[str]:
+  """Yields why a model cannot have adapters."""
+  if lora.rank > 0 and model.name != "transformer":
     yield (
-      f"lora.rank={lora.rank}: the model {config.model.name} has no adapters; leave it at 0, or "
-      f"choose layers to train by training.trainable"
+      f"lora.rank={lora.rank}: the model {model.name} has no adapters; leave it at 0, or choose "
+      f"layers to train by training.trainable"
     )
-  if not lora.alpha > 0:
-    yield f"lora.alpha={lora.alpha}: above 0"
-  if not 0 <= lora.dropout < 1:
-    yield f"lora.dropout={lora.dropout}: at least 0 and below 1"
 
 
 # ------------------------------ muP ------------------------------
 
 
-def finalize_mup(model: ConfigDict) -> None:
-  """Fills in the head size of the base model, and the scale of a decoder's attention.
-
-  With larger heads than the base model's, scores are scaled by 1 / head size, as much at the base
-  as without muP. Source: arXiv:2203.03466, definition 4.1.
-  """
-  if model.base_head_size is None:
-    model.base_head_size = model.head_size
-  if model.attention_scale is None:
-    model.attention_scale = _attention_scale(model.head_size, model.base_head_size)
-
-
-def _attention_scale(head_size: int, base: int) -> float:
-  if head_size < 1 or base < 1:  # refused
-    return 1.0
-  return head_size**-0.5 if head_size == base else base**0.5 / head_size
-
-
-def mup_errors(config: ConfigDict) -> Iterator[str]:
-  """Yields a line for each thing that muP does not go with, of a finalized config."""
-  model = config.model
+def mup_errors(model: ConfigDict, lora: ConfigDict, checkpoint: ConfigDict) -> Iterator[str]:
+  """Yields what muP does not go with."""
   base, head = (model.get(key) or 0 for key in ("base_width", "base_head_size"))
-  if base < 0:
-    yield f"model.base_width={base}: at least 1, or 0 to turn muP off"
   if base == 0 and head != (model.get("head_size") or 0):
     yield (
       f"model.base_head_size={head} is about muP, which is off; set model.base_width, or leave it "
@@ -685,15 +544,15 @@ def mup_errors(config: ConfigDict) -> Iterator[str]:
     )
   if base < 1:
     return
-  if "folder" in model or hf_folder.is_model(config.checkpoint.initialize_from):
-    which = model.get("folder") or config.checkpoint.initialize_from
+  if "folder" in model or hf_folder.is_model(checkpoint.initialize_from):
+    which = model.get("folder") or checkpoint.initialize_from
     yield (
       f"model.base_width={base}: the parameters of {which} are a trained model's, and muP would "
       f"divide its logits; set it to 0. muP is for models that are trained from the start"
     )
-  if config.lora.rank > 0:
+  if lora.rank > 0:
     yield (
-      f"model.base_width={base} with lora.rank={config.lora.rank}: muP has no rule for adapters, "
+      f"model.base_width={base} with lora.rank={lora.rank}: muP has no rule for adapters, "
       f"whose rank is no width; set model.base_width=0"
     )
 
@@ -701,19 +560,8 @@ def mup_errors(config: ConfigDict) -> Iterator[str]:
 # ------------------------------ vision transformers ------------------------------
 
 
-def finalize_vit(model: ConfigDict) -> None:
-  """Fills in the side of an image, that of a square with as many pixels."""
-  if model.image_size is None:
-    model.image_size = math.isqrt(max(0, model.input_size) // max(1, model.channels))
-
-
-def vit_errors(config: ConfigDict) -> Iterator[str]:
-  """Yields a line for each thing that is wrong with the sizes, of a finalized config.
-
-  Args:
-    config: of a vision transformer.
-  """
-  model = config.model
+def vit_errors(model: ConfigDict) -> Iterator[str]:
+  """Yields what of the sizes of a vision transformer does not go together."""
   side, channels, patch = model.image_size, model.channels, model.patch_size
   if min(side, channels, patch, model.heads) < 1:
     return  # refused as such
@@ -724,12 +572,9 @@ def vit_errors(config: ConfigDict) -> Iterator[str]:
       f"coloured ones have model.channels=3"
     )
   elif side % patch:
-    whole = [size for size in range(1, side + 1) if side % size == 0]
     yield (
       f"model.patch_size={patch}: it does not divide model.image_size={side}; "
-      f"take one of {', '.join(map(str, whole))}"
+      f"take one of {listed(divisors(side))}"
     )
   if model.model_size % model.heads:
     yield f"model.heads={model.heads}: model.model_size={model.model_size} is no multiple of it"
-  if not 0 <= model.dropout_rate < 1:
-    yield f"model.dropout_rate={model.dropout_rate}: at least 0 and below 1"

@@ -1,23 +1,22 @@
-"""Recipes: a model, a data set and how it is trained. A strategy is chosen apart from them."""
+"""Recipes: a model, a data set and how it is trained. A strategy is chosen apart from them.
 
+Presets are recipes of the published sizes of open decoder families.
+"""
+
+import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
 from configs.keys import table
-from configs.schema import model_checks
-from configs.schema.presets import EXPERT_PRESETS, PRESETS
 from input_pipeline.sources import catalog
-from input_pipeline.text import tokenizer
-from interop import hf_config
 from runtime.extensions import Table
 from runtime.suggest import nearest
-from training.tasks import DPO, TASKS
+from training.tasks import DPO
 
 HF = "hf"  # the model of a folder
-# Data sets whose sizes are known here: (values per image, classes).
-IMAGE_SIZES = {"digits": (64, 10), "mnist": (784, 10), "fashion_mnist": (784, 10)}
 
 
 def base(argument: str) -> ConfigDict:
@@ -30,80 +29,13 @@ def base(argument: str) -> ConfigDict:
   Raises:
     ValueError: an unknown recipe, model or key.
   """
-  if "=" not in argument:
-    return _recipe(argument, "recipe")
-  chosen = {}
-  for part in argument.split(","):
-    key, equals, value = part.partition("=")
-    if not equals or key not in ("model", "data") or not value:
-      raise ValueError(f"--config=FILE:{argument}: {part!r} is neither model=NAME nor data=NAME")
-    chosen[key] = value
-  config = _recipe(chosen.get("model", "lm"), "model")
-  if data := chosen.get("data"):
+  name, data = parse(argument)
+  config = _recipe(name, "model" if "=" in argument else "recipe")
+  if data:
     config.data.name = data
   if data == catalog.PREFERENCES:
     config.task = DPO
   return config
-
-
-def finalize(config: ConfigDict, accelerated: bool) -> None:
-  """Fills in the sizes that depend on the data set or on the hardware; `config` is unlocked."""
-  model, data = config.model, config.data
-  task = TASKS[config.task]
-  if task.rows == "random":
-    width = 8192 if accelerated else 512
-    for section, key in ((model, "model_size"), (data, "global_batch_size")):
-      section[key] = width if section[key] is None else section[key]
-    data.examples = data.global_batch_size
-  if task.rows == "image":
-    known = IMAGE_SIZES.get(data.name, (None, None))
-    for key, value in zip(("input_size", "output_size"), known, strict=True):
-      if key in model and model[key] is None:
-        if value is None:
-          raise ValueError(
-            f"data.name={data.name!r}: set model.{key} (values per image, or classes); it is "
-            f"known for {', '.join(IMAGE_SIZES)} only"
-          )
-        model[key] = value
-  _finalize_text(model, data, task.rows == "text")
-  if model.get("feedforward_size", 0) is None:
-    model.feedforward_size = model.model_size
-  if model.get("expert_feedforward_size", 0) is None:
-    model.expert_feedforward_size = model.feedforward_size
-  if not task.of_tokens and "input_size" in model and "output_size" in model:
-    data.input_size, data.target_size = model.input_size, model.output_size
-  if model.name == "transformer" and model.embedding_standard_deviation is None:
-    width = model.base_width or model.model_size
-    model.embedding_standard_deviation = width**-0.5 if model.tied_embeddings else 1.0
-  if model.name == "transformer" and model.head_size is None:
-    if model.heads > 0 and model.model_size % model.heads:
-      raise ValueError(
-        f"model.model_size={model.model_size} is not a multiple of model.heads={model.heads}; "
-        f"change one, or set model.head_size"
-      )
-    model.head_size = model.model_size // max(1, model.heads)
-  if model.name == "transformer" and model.value_head_size is None:
-    model.value_head_size = model.head_size
-  if model.name == "transformer" and model.max_positions is None:
-    model.max_positions = data.sequence_length
-  if model.name == "transformer":
-    model_checks.finalize_mup(model)
-  if model.name == "vit":
-    model_checks.finalize_vit(model)
-
-
-def _finalize_text(model: ConfigDict, data: ConfigDict, of_text: bool) -> None:
-  """Finds the tokenizer, and sizes the vocabulary by it."""
-  of_files = data.name in catalog.OF_FILES
-  if data.packing is None and data.name == catalog.PREFERENCES:
-    data.packing = "none"
-  if data.packing is None:
-    data.packing = "best_fit" if of_files else "concatenate"
-  data.tokenizer = tokenizer.resolve(data) if of_text and of_files else data.tokenizer or "bytes"
-  if model.get("vocabulary_size", 0) is None:
-    model.vocabulary_size = tokenizer.load(data.tokenizer).size
-  if model.get("separate_documents", False) is None:
-    model.separate_documents = of_files
 
 
 def make(
@@ -141,17 +73,13 @@ def make(
 
 def lm() -> ConfigDict:
   """Returns a byte-level decoder of 0.66 M parameters on the source of the standard library."""
-  return ConfigDict(
-    {
-      "task": "causal_lm",
-      "model": table.model("transformer"),
-      "data": table.section(
-        "data", name="python_source", global_batch_size=32, sequence_length=128
-      ),
-      "training": table.section("training", steps=200),
-      "optimizer": table.section("optimizer", learning_rate=8e-3),
-      "evaluation": table.section("evaluation", every_steps=50, steps=8, sample_tokens=120),
-    }
+  return make(
+    "causal_lm",
+    table.model("transformer"),
+    data={"name": "python_source", "global_batch_size": 32, "sequence_length": 128},
+    training={"steps": 200},
+    optimizer={"learning_rate": 8e-3},
+    evaluation={"every_steps": 50, "steps": 8, "sample_tokens": 120},
   )
 
 
@@ -169,6 +97,8 @@ def lm_bpe() -> ConfigDict:
 
 def hf() -> ConfigDict:
   """Returns the decoder of a model folder, to be trained further; its keys are the folder's."""
+  from interop import hf_config  # of this recipe alone
+
   config = lm()
   model = {"folder": ""}
   for key in hf_config.KEYS:
@@ -185,23 +115,18 @@ def hf() -> ConfigDict:
 
 def mlp() -> ConfigDict:
   """Returns a small classifier of images (handwritten digits)."""
-  return ConfigDict(
-    {
-      "task": "classification",
-      "model": table.model("mlp"),
-      "data": table.section("data", name="digits", global_batch_size=128),
-      "training": table.section("training", steps=400),
-      "optimizer": table.section("optimizer", learning_rate=2e-3, weight_decay=0.05),
-      "evaluation": table.section("evaluation", every_steps=100),
-    }
-  )
+  return _classifier(table.model("mlp"))
 
 
 def vit() -> ConfigDict:
   """Returns a vision transformer of 0.1 M parameters that classifies handwritten digits."""
+  return _classifier(table.model("vit"))
+
+
+def _classifier(model: Mapping[str, Any]) -> ConfigDict:
   return make(
     "classification",
-    table.model("vit"),
+    model,
     data={"name": "digits", "global_batch_size": 128},
     training={"steps": 400},
     optimizer={"learning_rate": 2e-3, "weight_decay": 0.05},
@@ -212,29 +137,17 @@ def vit() -> ConfigDict:
 def mlp_tutorial() -> ConfigDict:
   """Returns the tutorial's network [784, W, W, W, 10] on one random batch, W rows of it."""
   sizes = {"input_size": 784, "output_size": 10, "bias_standard_deviation": 1.0}
-  sizes["model_size"] = config_dict.placeholder(int)
-  return ConfigDict(
-    {
-      "task": "regression",
-      "model": table.model("mlp", **sizes),
-      "data": table.section(
-        "data",
-        name="random_normal",
-        global_batch_size=config_dict.placeholder(int),  # as W
-        shuffle=False,
-      ),
-      "training": table.section("training", steps=30),
-      "optimizer": table.section(
-        "optimizer",
-        name="sgd",
-        learning_rate=1e-5,
-        schedule="constant",
-        warmup_steps=0,
-        weight_decay=0.0,
-        clip_norm=0.0,
-      ),
-      "evaluation": table.section("evaluation"),
-    }
+  sgd = {"name": "sgd", "learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0}
+  return make(
+    "regression",
+    table.model("mlp", **sizes, model_size=config_dict.placeholder(int)),
+    data={
+      "name": "random_normal",
+      "global_batch_size": config_dict.placeholder(int),  # as W
+      "shuffle": False,
+    },
+    training={"steps": 30},
+    optimizer={**sgd, "weight_decay": 0.0, "clip_norm": 0.0},
   )
 
 
@@ -246,14 +159,247 @@ RECIPES: Table = Table(
 )
 
 
-def _preset(name: str) -> ConfigDict:
+# ------------------------------ published decoders ------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+  """A decoder of a published size.
+
+  Attributes:
+    length: tokens of a row that it was trained on.
+    model: keys of `model`, by the `config.json` beside the family's weights.
+    training: keys of `training`: how its experts were balanced.
+  """
+
+  length: int
+  model: Mapping[str, Any]
+  training: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def _sizes(
+  layers: int, width: int, feedforward: int, heads: int, kv_heads: int, family: Mapping, **more: Any
+) -> dict[str, Any]:
+  """Returns keys of `model`: sizes, then what a family shares, then what is its own."""
+  sizes = {
+    "layers": layers,
+    "model_size": width,
+    "feedforward_size": feedforward,
+    "heads": heads,
+    "kv_heads": kv_heads,
+  }
+  return {**sizes, **family, **more}
+
+
+_LLAMA_2 = {"head_size": 128, "norm_epsilon": 1e-5, "vocabulary_size": 32_000}
+_LLAMA_3 = {
+  **_LLAMA_2,
+  "vocabulary_size": 128_256,
+  "rotary_base": 500_000.0,
+  "rotary_scaling": (8.0, 1.0, 4.0, 8192.0),
+}
+# Trained by Llama 3.1's scaling with another factor.
+_LLAMA_3_2 = {**_LLAMA_3, "rotary_scaling": (32.0, 1.0, 4.0, 8192.0), "tied_embeddings": True}
+_MISTRAL_NEMO = {**_LLAMA_2, "vocabulary_size": 131_072, "rotary_base": 1_000_000.0}
+GPT_2 = {
+  **{"positions": "learned", "norm": "layer", "norm_epsilon": 1e-5, "biases": "all"},
+  **{"activation": "gelu", "gated": False, "tied_embeddings": True},
+}
+_GPT_2 = {**GPT_2, "head_size": 64, "max_positions": 1024, "vocabulary_size": 50_257}
+_QWEN_2 = {"rotary_base": 1_000_000.0, "norm_epsilon": 1e-6, "biases": "qkv"}
+# The smaller ones have tied embeddings, and fewer rows in their tables.
+_QWEN_2_SMALL = {**_QWEN_2, "vocabulary_size": 151_936, "tied_embeddings": True}
+_QWEN_2_LARGE = {**_QWEN_2, "vocabulary_size": 152_064}
+_QWEN_3 = {
+  **{"head_size": 128, "norm_epsilon": 1e-6, "query_key_norm": True},
+  **{"vocabulary_size": 151_936, "rotary_base": 1_000_000.0},
+}
+_QWEN_3_TIED = {**_QWEN_3, "tied_embeddings": True}
+_QWEN_3_EXPERTS = {**_QWEN_3, "experts": 128, "experts_per_token": 8}
+_GEMMA = {
+  **{"head_size": 256, "norm_epsilon": 1e-6, "norm_scale_from_one": True, "post_norms": True},
+  **{"activation": "gelu", "scaled_embeddings": True, "tied_embeddings": True},
+  "attention_scale": 256**-0.5,
+}
+_GEMMA_2 = {
+  **_GEMMA,
+  **{"vocabulary_size": 256_000, "attention_soft_cap": 50.0, "logits_soft_cap": 30.0},
+  **{"window": 4096, "global_every": 2},
+}
+_GEMMA_3 = {
+  **_GEMMA,
+  **{"query_key_norm": True, "rotary_base": 1_000_000.0, "local_rotary_base": 10_000.0},
+  **{"vocabulary_size": 262_144, "window": 512, "global_every": 6},
+}
+# The text models of those with a vision tower.
+_GEMMA_3_VISION = {
+  **_GEMMA_3,
+  **{"vocabulary_size": 262_208, "window": 1024, "rotary_scaling": ("linear", {"factor": 8.0})},
+}
+_OLMO_2 = {
+  **{"head_size": 128, "norm_epsilon": 1e-6, "pre_norms": False, "post_norms": True},
+  **{"query_key_norm": True, "query_key_norm_across_heads": True},
+  **{"vocabulary_size": 100_352, "rotary_base": 500_000.0},
+}
+_SMOLLM_2 = {
+  **{"head_size": 64, "norm_epsilon": 1e-5, "vocabulary_size": 49_152, "tied_embeddings": True},
+  "rotary_base": 100_000.0,
+}
+_SMOLLM_3 = {
+  **{"head_size": 128, "norm_epsilon": 1e-6, "vocabulary_size": 128_256, "tied_embeddings": True},
+  **{"rotary_base": 5e6, "layer_types": ("full", "full", "full", "full_unrotated")},
+}
+# Of the 48 pairs that are rotated, in rows of more than 4,096 tokens: 31 powers of 1.118320672, and
+# what a search has found.
+_PHI_4_LONG = """
+  1.0 1.118320672 1.250641126 1.398617824 1.564103225 1.74916897 1.956131817 2.187582649
+  2.446418898 2.735880826 3.059592084 3.421605075 3.826451687 4.279200023 4.785517845 5.351743533
+  5.984965424 6.693110555 7.485043894 8.370679318 9.36110372 10.4687158 11.70738129 13.09260651
+  14.64173252 16.37415215 18.31155283 20.47818807 22.90118105 25.61086418 28.64115884 32.03
+  32.1 32.13 32.23 32.6 32.61 32.64 32.66 32.7 32.71 32.93 32.97 33.28 33.49 33.5 44.16 47.77
+"""
+_PHI_4 = {
+  **{"head_size": 128, "norm_epsilon": 1e-5, "vocabulary_size": 200_064, "tied_embeddings": True},
+  "rotary_size": 96,
+  "rotary_scaling": (
+    "longrope",
+    {
+      **{"factor": 32.0, "original_length": 4096, "short_factors": (1.0,) * 48},
+      "long_factors": tuple(map(float, _PHI_4_LONG.split())),
+    },
+  ),
+}
+_MIXTRAL = {**_LLAMA_2, "experts": 8, "rotary_base": 1_000_000.0}
+_OLMOE = {
+  **{"vocabulary_size": 50_304, "norm_epsilon": 1e-5},
+  **{"query_key_norm": True, "query_key_norm_across_heads": True},
+  **{"experts": 64, "experts_per_token": 8, "router_normalized": False},
+}
+_GPT_OSS = {
+  **{"head_size": 64, "vocabulary_size": 201_088, "norm_epsilon": 1e-5, "biases": "attention"},
+  **{"window": 128, "layer_types": ("sliding", "full"), "attention_sinks": True},
+  "rotary_base": 150_000.0,
+  "rotary_scaling": ("yarn", {"factor": 32.0, "original_length": 4096, "truncate": False}),
+  **{"experts_per_token": 4, "router_scores": "softmax_of_chosen", "router_bias": True},
+  **{"expert_biases": True, "activation": "gelu_sigmoid", "gate_limit": 7.0, "up_offset": 1.0},
+}
+# Latent attention, YaRN by 40, shared experts, dense layers first.
+_DEEPSEEK = {
+  **{"attention": "latent", "head_size": 128 + 64, "value_head_size": 128, "latent_size": 512},
+  **{"rotary_size": 64, "rotary_pairs": "adjacent", "norm_epsilon": 1e-6},
+  "rotary_scaling": (
+    "yarn",
+    {"factor": 40.0, "original_length": 4096, "attention_factor": 1.0},
+  ),
+}
+_DEEPSEEK_V2_LITE = {
+  **{**_DEEPSEEK, "vocabulary_size": 102_400, "router_normalized": False, "dense_layers": 1},
+  **{"experts": 64, "experts_per_token": 6},
+  **{"expert_feedforward_size": 1408, "shared_feedforward_size": 2 * 1408},
+}
+_DEEPSEEK_V3 = {
+  **{**_DEEPSEEK, "vocabulary_size": 129_280, "query_latent_size": 1536, "dense_layers": 3},
+  **{"experts": 256, "experts_per_token": 8},
+  **{"expert_feedforward_size": 2048, "shared_feedforward_size": 2048},
+  **{"router_scores": "sigmoid", "router_correction": True, "router_scale": 2.5},
+  **{"router_groups": 8, "router_top_groups": 4, "router_group_score": "top2"},
+}
+
+
+def _yarn_scale(mscale: float) -> float:
+  """Returns the factor of DeepSeek's scores, by YaRN's mscale over all dims."""
+  return _DEEPSEEK["head_size"] ** -0.5 * (0.1 * mscale * math.log(40.0) + 1) ** 2
+
+
+# How experts were balanced: beside V3's and OLMoE's weights, by their reports (arXiv:2412.19437,
+# 2409.02060).
+PRESETS: dict[str, Preset] = {
+  "gpt2_124m": Preset(1024, _sizes(12, 768, 3072, 12, 12, _GPT_2)),
+  "llama2_7b": Preset(4096, _sizes(32, 4096, 11_008, 32, 32, _LLAMA_2)),
+  "llama2_70b": Preset(4096, _sizes(80, 8192, 28_672, 64, 8, _LLAMA_2)),
+  "llama3_8b": Preset(8192, _sizes(32, 4096, 14_336, 32, 8, _LLAMA_3)),
+  "llama3_70b": Preset(8192, _sizes(80, 8192, 28_672, 64, 8, _LLAMA_3)),
+  "llama3_405b": Preset(8192, _sizes(126, 16_384, 53_248, 128, 8, _LLAMA_3)),
+  "llama3_2_1b": Preset(8192, _sizes(16, 2048, 8192, 32, 8, _LLAMA_3_2, head_size=64)),
+  "llama3_2_3b": Preset(8192, _sizes(28, 3072, 8192, 24, 8, _LLAMA_3_2)),
+  "llama3_3_70b": Preset(8192, _sizes(80, 8192, 28_672, 64, 8, _LLAMA_3)),
+  "mistral_7b": Preset(8192, _sizes(32, 4096, 14_336, 32, 8, _LLAMA_2, window=4096)),
+  "mistral_nemo_12b": Preset(8192, _sizes(40, 5120, 14_336, 32, 8, _MISTRAL_NEMO)),
+  "qwen2_5_0_5b": Preset(4096, _sizes(24, 896, 4864, 14, 2, _QWEN_2_SMALL)),
+  "qwen2_5_1_5b": Preset(4096, _sizes(28, 1536, 8960, 12, 2, _QWEN_2_SMALL)),
+  "qwen2_5_3b": Preset(4096, _sizes(36, 2048, 11_008, 16, 2, _QWEN_2_SMALL)),
+  "qwen2_5_7b": Preset(4096, _sizes(28, 3584, 18_944, 28, 4, _QWEN_2_LARGE)),
+  "qwen2_5_14b": Preset(4096, _sizes(48, 5120, 13_824, 40, 8, _QWEN_2_LARGE)),
+  "qwen2_5_32b": Preset(4096, _sizes(64, 5120, 27_648, 40, 8, _QWEN_2_LARGE)),
+  "qwen2_5_72b": Preset(4096, _sizes(80, 8192, 29_568, 64, 8, _QWEN_2_LARGE)),
+  "qwen3_0_6b": Preset(4096, _sizes(28, 1024, 3072, 16, 8, _QWEN_3_TIED)),
+  "qwen3_1_7b": Preset(4096, _sizes(28, 2048, 6144, 16, 8, _QWEN_3_TIED)),
+  "qwen3_4b": Preset(4096, _sizes(36, 2560, 9728, 32, 8, _QWEN_3_TIED)),
+  "qwen3_8b": Preset(4096, _sizes(36, 4096, 12_288, 32, 8, _QWEN_3)),
+  "qwen3_14b": Preset(4096, _sizes(40, 5120, 17_408, 40, 8, _QWEN_3)),
+  "qwen3_32b": Preset(4096, _sizes(64, 5120, 25_600, 64, 8, _QWEN_3)),
+  "gemma2_9b": Preset(8192, _sizes(42, 3584, 14_336, 16, 8, _GEMMA_2)),
+  "gemma3_1b": Preset(8192, _sizes(26, 1152, 6912, 4, 1, _GEMMA_3)),
+  "gemma3_4b": Preset(8192, _sizes(34, 2560, 10_240, 8, 4, _GEMMA_3_VISION)),
+  "gemma3_12b": Preset(8192, _sizes(48, 3840, 15_360, 16, 8, _GEMMA_3_VISION)),
+  "gemma3_27b": Preset(
+    8192,
+    _sizes(*(62, 5376, 21_504, 32, 16, _GEMMA_3_VISION), head_size=128, attention_scale=168**-0.5),
+  ),
+  "phi4_mini": Preset(4096, _sizes(32, 3072, 8192, 24, 8, _PHI_4)),
+  "olmo2_1b": Preset(4096, _sizes(16, 2048, 8192, 16, 16, _OLMO_2)),
+  "olmo2_7b": Preset(4096, _sizes(32, 4096, 11_008, 32, 32, _OLMO_2)),
+  "olmo2_13b": Preset(4096, _sizes(40, 5120, 13_824, 40, 40, _OLMO_2)),
+  "olmo2_32b": Preset(4096, _sizes(64, 5120, 27_648, 40, 8, _OLMO_2)),
+  "smollm2_135m": Preset(2048, _sizes(30, 576, 1536, 9, 3, _SMOLLM_2)),
+  "smollm2_360m": Preset(2048, _sizes(32, 960, 2560, 15, 5, _SMOLLM_2)),
+  "smollm2_1_7b": Preset(2048, _sizes(24, 2048, 8192, 32, 32, _SMOLLM_2, rotary_base=130_000.0)),
+  "smollm3_3b": Preset(4096, _sizes(36, 2048, 11_008, 16, 4, _SMOLLM_3)),
+  "mixtral_8x7b": Preset(4096, _sizes(32, 4096, 14_336, 32, 8, _MIXTRAL), {"balance_loss": 0.02}),
+  "mixtral_8x22b": Preset(4096, _sizes(56, 6144, 16_384, 48, 8, _MIXTRAL), {"balance_loss": 0.001}),
+  "qwen3_30b_a3b": Preset(
+    4096,
+    _sizes(48, 2048, 6144, 32, 4, _QWEN_3_EXPERTS, expert_feedforward_size=768),
+    {"balance_loss": 0.001},
+  ),
+  "qwen3_235b_a22b": Preset(
+    4096,
+    _sizes(94, 4096, 12_288, 64, 4, _QWEN_3_EXPERTS, expert_feedforward_size=1536),
+    {"balance_loss": 0.001},
+  ),
+  "olmoe_1b_7b": Preset(
+    4096,
+    _sizes(16, 2048, 1024, 16, 16, _OLMOE),
+    {"balance_loss": 0.01, "router_z_loss": 0.001},
+  ),
+  "deepseek_v2_lite": Preset(
+    4096,
+    _sizes(*(27, 2048, 10_944, 16, 16, _DEEPSEEK_V2_LITE), attention_scale=_yarn_scale(0.707)),
+    {"balance_loss": 0.001},
+  ),
+  "deepseek_v3": Preset(
+    4096,
+    _sizes(61, 7168, 18_432, 128, 128, _DEEPSEEK_V3, attention_scale=_yarn_scale(1.0)),
+    {"balance_loss": 0.0001, "router_bias_rate": 0.001},
+  ),
+  "gpt_oss_20b": Preset(
+    4096, _sizes(24, 2880, 2880, 64, 8, _GPT_OSS, experts=32), {"balance_loss": 0.01}
+  ),
+  "gpt_oss_120b": Preset(
+    4096, _sizes(36, 2880, 2880, 64, 8, _GPT_OSS, experts=128), {"balance_loss": 0.01}
+  ),
+}
+
+
+# ------------------------------ by name ------------------------------
+
+
+def _preset(preset: Preset) -> ConfigDict:
   """Returns a decoder of a published size, on the data of `lm`, rematerialized."""
-  length, keys, *training = EXPERT_PRESETS.get(name) or PRESETS[name]
   config = lm()
-  config.model.update(keys)
-  config.training.update(*training)
-  config.data.sequence_length = length
-  config.training.rematerialization = "full"
+  config.model.update(preset.model)
+  config.training.update(preset.training, rematerialization="full")
+  config.data.sequence_length = preset.length
   config.optimizer.learning_rate = 3e-4
   config.evaluation.sample_tokens = 0
   return config
@@ -262,9 +408,31 @@ def _preset(name: str) -> ConfigDict:
 def _recipe(name: str, what: str) -> ConfigDict:
   if name in RECIPES:
     return RECIPES[name]()
-  if name in PRESETS or name in EXPERT_PRESETS:
-    return _preset(name)
+  if name in PRESETS:
+    return _preset(PRESETS[name])
   if name == HF:
     return hf()
-  known = [*RECIPES, *PRESETS, *EXPERT_PRESETS, HF]
+  known = names()
   raise ValueError(f"unknown {what} {name!r}; there are {', '.join(known)}{nearest(name, known)}")
+
+
+def names() -> list[str]:
+  """Returns all recipes: the small ones, the presets, and that of a model folder."""
+  return [*RECIPES, *PRESETS, HF]
+
+
+def parse(argument: str) -> tuple[str, str]:
+  """Returns (recipe, data set or "") of `lm`, or of `model=lm,data=text`.
+
+  Raises:
+    ValueError: another key, or one without a value.
+  """
+  if "=" not in argument:
+    return argument, ""
+  chosen = {"model": "lm", "data": ""}
+  for part in argument.split(","):
+    key, equals, value = part.partition("=")
+    if not equals or key not in chosen or not value:
+      raise ValueError(f"--config=FILE:{argument}: {part!r} is neither model=NAME nor data=NAME")
+    chosen[key] = value
+  return chosen["model"], chosen["data"]

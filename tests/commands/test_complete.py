@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from commands import complete, completion_index
+from commands import complete, completion
 from commands.verbs import VERBS
 from configs.keys.optimizer import OPTIMIZER
 from reports.tour.chapters import CHAPTERS
@@ -18,7 +18,7 @@ from tests.helpers.terminals import ROOT
 
 @pytest.fixture(scope="module")
 def known():
-  return json.loads(json.dumps(completion_index.build()))
+  return json.loads(json.dumps(completion.index()))
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_nothing_typed(after, known):
 
 
 def test_the_index_has_what_the_application_has(known):
-  assert completion_index.chapters() == [*CHAPTERS]
+  assert completion.chapters() == [*CHAPTERS]
   assert {*known["verbs"]} == {*VERBS}
   keys = known["keys"]["lm"]
   assert keys["training.steps"] == [[], "optimizer steps"]

@@ -13,7 +13,7 @@ import pytest
 from etils import epath
 
 from input_pipeline.text import tokenizer
-from interop import hf_config, safetensors_writer
+from interop import hf_config, safetensors_file
 from tests.helpers.jobs import make_job
 from tests.interop import folders
 from tests.training.checkpointing import plain
@@ -142,9 +142,9 @@ def write_adapter(folder, random, metadata=()):
   tensors = {
     n: random.standard_normal((3, 16) if "_A" in n else (16, 3), np.float32) for n in names
   }
-  listed = tuple(safetensors_writer.Tensor(n, x.shape, "float32") for n, x in tensors.items())
-  file = safetensors_writer.WeightFile("adapter_model.safetensors", listed, metadata)
-  with safetensors_writer.Writer(epath.Path(folder), file) as writer:
+  listed = tuple(safetensors_file.Tensor(n, x.shape, "float32") for n, x in tensors.items())
+  file = safetensors_file.WeightFile("adapter_model.safetensors", listed, metadata)
+  with safetensors_file.Writer(epath.Path(folder), file) as writer:
     for array in tensors.values():
       writer.add(array)
   described = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["o_proj"]}

@@ -27,14 +27,6 @@ REFUSALS = {
     [DP8, "--config.training.stepz=3"],
     ["unknown config key 'training.stepz'", "did you mean 'training.steps'?"],
   ),
-  "a key that the task has replaced": (
-    [DP8, "--config.data.kind=image"],
-    ["data.kind is no longer a key; the recipe's task says how rows are read", "FILE:RECIPE"],
-  ),
-  "another key that the task has replaced": (
-    [DP8, "--config.training.loss=classification"],
-    ["training.loss is no longer a key; the recipe's task says what is minimised"],
-  ),
   "a task that is not the recipe's": (
     [DP8, "--config.task=regression"],
     ["task='regression' was overridden while model and data are those of 'causal_lm'"],

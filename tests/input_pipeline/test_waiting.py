@@ -7,13 +7,13 @@ import pytest
 from input_pipeline import prepare
 from processes import preemption
 from processes.preemption import Stopped, StopRequest
-from training.metrics import waiting
+from training.metrics import console
 
 
 @pytest.fixture(autouse=True)
 def _look_always(monkeypatch):
   """Lets each tick look at the clock."""
-  monkeypatch.setattr(waiting, "_SECONDS", 0.0)
+  monkeypatch.setattr(console, "_LOOK_SECONDS", 0.0)
 
 
 def files_of(folder: pathlib.Path) -> list[str]:
@@ -31,7 +31,7 @@ def test_a_stop_ends_the_preparation_and_leaves_nothing_half_made(config, tmp_pa
         stop.request("SIGINT")
       shown.tick(what, count)
 
-    with waiting.preparing("python_source") as shown:
+    with console.preparing("python_source") as shown:
       assert stop.polls
       with pytest.raises(Stopped):
         prepare.prepare(data, "test", tick)
@@ -43,8 +43,8 @@ def test_a_stop_ends_the_preparation_and_leaves_nothing_half_made(config, tmp_pa
 
 
 def test_a_log_gets_a_line_now_and_then(monkeypatch, capsys):
-  monkeypatch.setattr(waiting, "_LOG_SECONDS", -1.0)
-  with waiting.preparing("text, train") as shown:
+  monkeypatch.setattr(console, "_LOG_SECONDS", -1.0)
+  with console.preparing("text, train") as shown:
     shown.tick("documents", 3)
     shown.tick("documents", 7, "7 documents, 90 tokens")
   line, last = capsys.readouterr().out.splitlines()
@@ -54,7 +54,7 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch, capsys):
 
 def test_a_stop_while_rows_are_written_keeps_what_was_built_before(config, tmp_path):
   data = config("python_source", data_dir=str(tmp_path))
-  with StopRequest() as stop, waiting.preparing("python_source") as shown:
+  with StopRequest() as stop, console.preparing("python_source") as shown:
 
     def tick(what: str, count: int) -> None:
       if what == "rows" and count == 5:
@@ -73,7 +73,7 @@ def test_a_stop_while_rows_are_written_keeps_what_was_built_before(config, tmp_p
 def test_a_log_gets_one_line_and_only_where_something_was_prepared(config, tmp_path, capsys):
   data = config("digits", "image", data_dir=str(tmp_path))
   for _ in range(2):
-    with waiting.preparing("digits, test") as shown:
+    with console.preparing("digits, test") as shown:
       prepare.prepare(data, "test", shown.tick)
   [line] = capsys.readouterr().out.splitlines()
   assert line.startswith("prepared digits, test: 300 rows in ")

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from interop import hf_config, name_maps
+from models import model_spec
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job
 
@@ -78,9 +79,12 @@ def job_of(name: str, strategy: str = "single", dtype: str = "float64", **more):
 def read_with_numpy(name: str) -> dict[str, np.ndarray]:
   """Returns our names -> float64 arrays of a folder, by a plain reading of the table."""
   job, stored = job_of(name), tensors_of(FOLDER / name / "model.safetensors")
-  sizes = name_maps.sizes_of(job.config)
+  spec = model_spec(job.config)
+  sizes = name_maps.sizes_of(spec)
   arrays = {n: np.zeros(x.shape) for n, x in named_leaves(job.state.params).items()}
-  for tensor_name, tensor in name_maps.tensors(job.config, described(name).model_type).items():
+  for tensor_name, tensor in name_maps.tensors(
+    model_spec(job.config), described(name).model_type
+  ).items():
     for part in tensor.parts:
       ends = [np.prod([sizes[letter] for letter in axis], dtype=int) for axis in part.axes]
       one = stored[tensor_name].astype(np.float64)
@@ -116,7 +120,7 @@ def write_folder(folder: pathlib.Path, job, model_type: str, **more) -> None:
   written = hf_config.write(job.config.model, 64, model_type)
   (folder / "config.json").write_text(json.dumps({**written, **more}))
   random = np.random.RandomState(0)
-  wanted = name_maps.tensors(job.config, model_type)
+  wanted = name_maps.tensors(model_spec(job.config), model_type)
   write_tensors(
     folder / "model.safetensors",
     {n: (0.1 * random.standard_normal(x.shape)).astype(np.float32) for n, x in wanted.items()},

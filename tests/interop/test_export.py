@@ -17,8 +17,9 @@ from etils import epath
 from configs import single
 from configs.schema import finalize
 from input_pipeline.text import tokenizer, train_tokenizer
-from interop import export, hf_config, safetensors_writer
-from interop.export import CONFIG_FILE, ExportFolder, bytes_tokenizer, check_folder, tokenizer_files
+from interop import export, hf_config, hf_folder, safetensors_file
+from interop.export import ExportFolder, bytes_tokenizer, check_folder, tokenizer_files
+from models import model_spec, mup
 from runtime.exit_codes import ExportError
 from tests.interop import folders
 from tests.interop.test_name_maps import job_of, read_with_numpy, stored
@@ -195,8 +196,16 @@ BYTES = {"end": 0, "start": None}
 
 
 def plan_of(config, dtype, source=None):
-  described = export.model_config(config, dtype, **BYTES, source=source or {})
-  return export.planned(config, described, dtype, tokenizer_files({}, **BYTES, special={}))
+  described = described_of(config, dtype, source)
+  return export.planned(
+    model_spec(config), described, dtype, tokenizer_files({}, **BYTES, special={})
+  )
+
+
+def described_of(config, dtype="float32", source=None):
+  """Returns the config.json of a config's model."""
+  ours, length = mup.plain_keys(config.model), config.data.sequence_length
+  return export.model_config(ours, length, dtype, **BYTES, source=source or {})
 
 
 def exported(to, job, arrays, dtype="float32", source=None):
@@ -204,17 +213,17 @@ def exported(to, job, arrays, dtype="float32", source=None):
   plan = plan_of(job.config, dtype, source)
   folder = ExportFolder(export.check_folder(str(to), None))
   params = tree_of(job, arrays)
-  export.write(folder, plan, export.Fetcher(params, job.config), Together())
+  export.write(folder, plan, export.Fetcher(params, model_spec(job.config)), Together())
   assert sum(path.stat().st_size for path in to.iterdir()) == plan.bytes
   found, index = {}, {}
-  if (to / safetensors_writer.INDEX_FILE).exists():
-    index = json.loads((to / safetensors_writer.INDEX_FILE).read_text())["weight_map"]
+  if (to / hf_folder.INDEX).exists():
+    index = json.loads((to / hf_folder.INDEX).read_text())["weight_map"]
   for path in sorted(to.glob("*.safetensors")):
     part = folders.tensors_of(path)
     assert not index or {index.pop(tensor) for tensor in part} == {path.name}
     found |= part
   assert not index
-  return found, json.loads((to / CONFIG_FILE).read_text())
+  return found, json.loads((to / hf_folder.CONFIG).read_text())
 
 
 # Of one with fused kernels; the others are much the same.
@@ -246,7 +255,7 @@ def test_a_folder_that_was_imported_is_exported_bit_by_bit(name, tmp_path):
 def test_tensors_of_sharded_parameters_in_several_files(
   family, strategy, dtype, tmp_path, monkeypatch
 ):
-  monkeypatch.setattr(safetensors_writer, "MOST_BYTES", 20_000)
+  monkeypatch.setattr(safetensors_file, "MOST_BYTES", 20_000)
   keys = {"data.global_batch_size": 8, "model.vocabulary_multiple": 8}
   job = families.job_of(family, strategy, **keys)
   arrays = families.drawn(job)
@@ -274,9 +283,7 @@ def test_what_training_alone_uses_has_no_part_in_it():
   config, other = (finalize.finalize(single.get_config("gpt2_124m"), "cpu") for _ in range(2))
   with config.unlocked():
     config.model.update(keys)
-  found, plain = (
-    export.model_config(one, "float32", **BYTES, source={}) for one in (config, other)
-  )
+  found, plain = (described_of(one) for one in (config, other))
   assert {key for key in found if found[key] != plain[key]} == {"resid_pdrop"}
 
 
@@ -308,7 +315,7 @@ def fetch_of(arrays, asked):
 @pytest.fixture
 def small(monkeypatch):
   """Returns arrays and the plan of a model with seven files of weights."""
-  monkeypatch.setattr(safetensors_writer, "MOST_BYTES", 4000)
+  monkeypatch.setattr(safetensors_file, "MOST_BYTES", 4000)
   config, arrays = job_of("llama").config, read_with_numpy("llama")
   plan = plan_of(config, "float64")
   assert len(plan.files) % COUNT
@@ -421,7 +428,7 @@ def test_a_kill_leaves_nothing_that_loads(small, tmp_path, monkeypatch):
 
   for owner, name in ((os, "write"), (os, "replace"), (os, "rename"), (os, "mkdir"), (os, "fsync")):
     killing(owner, name)
-  killing(safetensors_writer.Writer, "_write")
+  killing(safetensors_file.Writer, "_write")
   monkeypatch.setattr(ThreadPoolExecutor, "submit", at_once)
   assert killed(tmp_path / "whole", 0) == names(plan)
   count = len(calls)
@@ -434,7 +441,7 @@ def test_a_kill_leaves_nothing_that_loads(small, tmp_path, monkeypatch):
       continue
     partial = tmp_path / "to.exporting"
     left = {path.name for path in partial.iterdir()} if partial.exists() else set()
-    assert CONFIG_FILE not in left or left == names(plan)
+    assert hf_folder.CONFIG not in left or left == names(plan)
   assert killed(tmp_path / "to", 0) == names(plan)
   assert not (tmp_path / "to.exporting").exists()
 
@@ -453,8 +460,8 @@ def at_once(executor, does, *arguments):
 def test_a_model_with_mup_is_one_that_divides_its_logits():
   config = single.get_config("lm")
   config.model.base_width = 32
-  described = export.model_config(finalize.finalize(config, "cpu"), "float32", **BYTES, source={})
+  described = described_of(finalize.finalize(config, "cpu"))
   assert (described["model_type"], described["logits_scaling"]) == ("granite", 4.0)
   config.model.base_width = 128
-  described = export.model_config(finalize.finalize(config, "cpu"), "float32", **BYTES, source={})
+  described = described_of(finalize.finalize(config, "cpu"))
   assert described["model_type"] == "llama"

@@ -8,8 +8,9 @@ import huggingface_hub
 import numpy as np
 import pytest
 
-from interop import hf_folder
-from interop.hf_folder import local, read_config, stored_tensors
+from interop import hf_config, hf_folder, read_weights
+from interop.hf_folder import local, read_config
+from interop.read_weights import stored_tensors
 from tests.interop import folders
 
 KEY = "model.folder"
@@ -121,13 +122,13 @@ def test_a_model_folder_is_told_from_the_workdir_of_a_run(folder, tmp_path):
 
 
 def test_the_digest_is_of_the_config_and_of_what_the_files_hold(folder):
-  found = hf_folder.digest(folder, weights=False)
-  with_weights = hf_folder.digest(folder, weights=True)
+  found = hf_folder.digest(folder)
+  with_weights = read_weights.digest(folder)
   arrays = folders.tensors_of(folder / "model.safetensors")
   arrays["model.norm.weight"] = np.zeros(17, np.float32)
   folders.write_tensors(folder / "model.safetensors", arrays)
-  assert hf_folder.digest(folder, weights=False) == found
-  assert hf_folder.digest(folder, weights=True) != with_weights
+  assert hf_folder.digest(folder) == found
+  assert read_weights.digest(folder) != with_weights
 
 
 def test_a_model_of_the_hub_is_downloaded_in_two_parts(folder, monkeypatch):
@@ -159,6 +160,6 @@ def test_what_the_hub_says_is_passed_on_with_the_way_round(monkeypatch):
 def test_a_run_keeps_the_config_of_the_decoder():
   inner = {**folders.config_of("gemma3")}
   outer = {"model_type": "gemma3", "text_config": inner, "vision_config": {}}
-  kept = hf_folder.decoder_config(json.dumps(outer).encode())
+  kept = hf_config.decoder_config(json.dumps(outer).encode())
   assert json.loads(kept) == inner
-  assert hf_folder.decoder_config(content := json.dumps(inner).encode()) is content
+  assert hf_config.decoder_config(content := json.dumps(inner).encode()) is content

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from interop import name_maps
+from models import model_spec
 from tests.interop import folders
 from tests.interop.folders import described, job_of, read_with_numpy
 
@@ -16,7 +17,7 @@ stored = functools.cache(
 
 
 def matched(name, shapes):
-  return name_maps.match(shapes, job_of(name).config, described(name).model_type)
+  return name_maps.match(shapes, model_spec(job_of(name).config), described(name).model_type)
 
 
 def shapes_of(name):
@@ -25,7 +26,7 @@ def shapes_of(name):
 
 @pytest.mark.parametrize("name", folders.NAMES)
 def test_what_was_read_is_joined_to_the_same_tensors(name):
-  sizes, arrays = name_maps.sizes_of(job_of(name).config), read_with_numpy(name)
+  sizes, arrays = name_maps.sizes_of(model_spec(job_of(name).config)), read_with_numpy(name)
 
   def array(parameter, place):
     return arrays[parameter][place]
@@ -92,21 +93,20 @@ def test_a_model_with_more_than_the_family_has_is_refused():
   with config.unlocked():
     config.model.post_norms = True
   with pytest.raises(ValueError, match=r"'llama' has no tensor for layers/attention_post_norm"):
-    name_maps.tensors(config, "llama")
+    name_maps.tensors(model_spec(config), "llama")
 
 
 def test_a_table_row_is_all_that_a_new_family_needs():
   rows = dict(name_maps.LLAMA.rows)
   rows["model.layers.{}.self_attn.kv.weight"] = (
-    "KH+KH D",
-    ("layers/attention/key/kernel", "layers/attention/value/kernel"),
+    *("KH+KH D", "layers/attention/key/kernel", "layers/attention/value/kernel"),
   )
   for name in ("k_proj", "v_proj"):
     del rows[f"model.layers.{{}}.self_attn.{name}.weight"]
   names = dataclasses.replace(name_maps.LLAMA, rows=rows)
   name_maps.FAMILIES["test"] = names
   try:
-    found = name_maps.tensors(job_of("llama").config, "test")
+    found = name_maps.tensors(model_spec(job_of("llama").config), "test")
   finally:
     del name_maps.FAMILIES["test"]
   one = found["model.layers.1.self_attn.kv.weight"]

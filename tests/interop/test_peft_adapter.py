@@ -68,12 +68,15 @@ def test_b_a_is_the_update_of_each_kernel(case):
   with jax.enable_x64(True):
     arrays = arrays_of(config)
     merged = named_leaves(jax.tree.map(np.asarray, lora.merge(model_spec(config), nested(arrays))))
-  described = peft_adapter.adapter_config(config, model_type, None)
-  adapters, sizes = peft_adapter.tensors(config, model_type), name_maps.sizes_of(config)
+  described = peft_adapter.adapter_config(model_spec(config), model_type, None)
+  adapters, sizes = (
+    peft_adapter.tensors(model_spec(config), model_type),
+    name_maps.sizes_of(model_spec(config)),
+  )
   found = {n: peft_adapter.joined(t, sizes, giving(arrays)) for n, t in adapters.items()}
   assert {name: x.shape for name, x in found.items()} == {n: t.shape for n, t in adapters.items()}
   checked = set()
-  for name, tensor in name_maps.tensors(plain, model_type).items():
+  for name, tensor in name_maps.tensors(model_spec(plain), model_type).items():
     base, new = (name_maps.joined(tensor, sizes, giving(x)) for x in (arrays, merged))
     if np.array_equal(base, new):
       continue
@@ -92,7 +95,9 @@ def test_b_a_is_the_update_of_each_kernel(case):
 
 def test_a_target_is_named_so_that_no_other_module_has_its_name():
   def targets(case):
-    return peft_adapter.adapter_config(config_of(case), CASES[case][0], "base")["target_modules"]
+    return peft_adapter.adapter_config(model_spec(config_of(case)), CASES[case][0], "base")[
+      "target_modules"
+    ]
 
   assert targets("llama") == ["down_proj", "q_proj"]
   assert targets("gpt2") == ["c_attn", "c_fc", "c_proj"]
@@ -105,7 +110,7 @@ def test_a_target_is_named_so_that_no_other_module_has_its_name():
 def stored(folder, config, model_type, tensors, metadata=(), **keys):
   """Writes an adapter's two files; returns what read_config reads of its config."""
   folder.mkdir()
-  described = peft_adapter.adapter_config(config, model_type, None) | keys
+  described = peft_adapter.adapter_config(model_spec(config), model_type, None) | keys
   (folder / "adapter_config.json").write_text(json.dumps(described))
   folders.write_tensors(folder / "adapter_model.safetensors", tensors)
   return peft_adapter.read_config(str(folder))
@@ -114,11 +119,11 @@ def stored(folder, config, model_type, tensors, metadata=(), **keys):
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_exported_is_read_back(case, tmp_path):
   config, model_type = config_of(case), CASES[case][0]
-  arrays, sizes = arrays_of(config), name_maps.sizes_of(config)
-  adapters = peft_adapter.tensors(config, model_type)
+  arrays, sizes = arrays_of(config), name_maps.sizes_of(model_spec(config))
+  adapters = peft_adapter.tensors(model_spec(config), model_type)
   tensors = {n: peft_adapter.joined(t, sizes, giving(arrays)) for n, t in adapters.items()}
   adapter = stored(tmp_path / "a", config, model_type, tensors)
-  found = peft_adapter.read(adapter, config, model_type)
+  found = peft_adapter.read(adapter, model_spec(config), model_type)
   assert {*found} == {name for name in arrays if "lora_" in name}
   for name, array in found.items():
     np.testing.assert_array_equal(array, arrays[name])
@@ -127,20 +132,21 @@ def test_what_was_exported_is_read_back(case, tmp_path):
 def test_one_adapter_of_a_fused_module_is_that_of_each_part(tmp_path):
   config, plain = config_of("gpt2"), config_of("gpt2", adapters=False)
   random, tensors = np.random.default_rng(1), {}
-  for name, tensor in peft_adapter.tensors(config, "gpt2").items():
+  for name, tensor in peft_adapter.tensors(model_spec(config), "gpt2").items():
     rank = config.lora.rank
     b = name.endswith("B.weight")
     tensors[name] = random.standard_normal(
       (tensor.shape[0], rank) if b else (rank, tensor.shape[1])
     )
   adapter = stored(tmp_path / "a", config, "gpt2", tensors, rank_pattern={}, alpha_pattern={})
-  arrays = arrays_of(config) | peft_adapter.read(adapter, config, "gpt2")
+  arrays = arrays_of(config) | peft_adapter.read(adapter, model_spec(config), "gpt2")
   with jax.enable_x64(True):
     merged = named_leaves(jax.tree.map(np.asarray, lora.merge(model_spec(config), nested(arrays))))
   name = "transformer.h.1.attn.c_attn"
-  tensor = name_maps.tensors(plain, "gpt2")[f"{name}.weight"]
+  tensor = name_maps.tensors(model_spec(plain), "gpt2")[f"{name}.weight"]
   base, new = (
-    name_maps.joined(tensor, name_maps.sizes_of(plain), giving(x)) for x in (arrays, merged)
+    name_maps.joined(tensor, name_maps.sizes_of(model_spec(plain)), giving(x))
+    for x in (arrays, merged)
   )
   a, b = (tensors[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
   np.testing.assert_allclose(new - base, (2.5 * b @ a).T)
@@ -148,26 +154,28 @@ def test_one_adapter_of_a_fused_module_is_that_of_each_part(tmp_path):
 
 def test_an_adapter_fills_in_the_keys_of_lora(tmp_path):
   config, plain = config_of("llama"), config_of("llama", adapters=False)
-  tensors = {n: np.zeros(t.shape) for n, t in peft_adapter.tensors(config, "llama").items()}
+  tensors = {
+    n: np.zeros(t.shape) for n, t in peft_adapter.tensors(model_spec(config), "llama").items()
+  }
   stored(tmp_path / "a", config, "llama", tensors, lora_dropout=0.1)
   with plain.unlocked():
-    peft_adapter.adopt(plain, str(tmp_path / "a"), "llama")
+    peft_adapter.adopt(plain.lora, str(tmp_path / "a"), "llama")
   assert plain.lora.to_dict() == {**config.lora.to_dict(), "dropout": 0.1}
   plain.lora.alpha = 7.0
   with pytest.raises(ValueError, match=r"lora.alpha=7\.0, and 6\.0 there; leave lora.rank"):
-    peft_adapter.adopt(plain, str(tmp_path / "a"), "llama")
+    peft_adapter.adopt(plain.lora, str(tmp_path / "a"), "llama")
 
 
 def test_adapters_of_another_base_or_kind_are_refused(tmp_path):
   config = config_of("llama")
-  adapters = peft_adapter.tensors(config, "llama")
+  adapters = peft_adapter.tensors(model_spec(config), "llama")
   tensors = {n: np.zeros(t.shape) for n, t in adapters.items()}
   first, second, *_ = tensors
   wrong = {**tensors, first: np.zeros((3, 7)), "base_model.model.x": np.zeros(2)}
   del wrong[second]
   adapter = stored(tmp_path / "a", config, "llama", wrong)
   with pytest.raises(ValueError, match="it is an adapter of another base:") as caught:
-    peft_adapter.read(adapter, config, "llama")
+    peft_adapter.read(adapter, model_spec(config), "llama")
   for said in (
     "base_model.model.x is not known",
     f"{first} is F64[3, 7]; the base and lora.rank=3 need [3, 32]",
@@ -177,7 +185,7 @@ def test_adapters_of_another_base_or_kind_are_refused(tmp_path):
   with pytest.raises(ValueError, match=r"use_dora=True: .*\n  r: a whole number of at least 1"):
     stored(tmp_path / "b", config, "llama", tensors, use_dora=True, r=0)
   with pytest.raises(ValueError, match="it has no tensor of a 'gpt2' model"):
-    peft_adapter.adopt(config_of("gpt2", adapters=False), str(tmp_path / "a"), "gpt2")
+    peft_adapter.adopt(config_of("gpt2", adapters=False).lora, str(tmp_path / "a"), "gpt2")
 
 
 # ------------------------------ PEFT ------------------------------
@@ -196,9 +204,13 @@ def written(tmp_path_factory):
     base = {name: x for name, x in arrays.items() if "lora" not in name}
     exported(root / "base" / case, plain, base, source=source)
     base = str(root / "base" / case)
-    plan = export.planned_adapter(one.config, model_type, "float32", base, {"base": "digest"})
+    plan = export.planned_adapter(
+      model_spec(one.config), model_type, "float32", base, {"base": "digest"}
+    )
     folder = ExportFolder(check_folder(str(root / "adapter" / case), None))
-    export.write(folder, plan, export.Fetcher(tree_of(one, arrays), one.config), Together())
+    export.write(
+      folder, plan, export.Fetcher(tree_of(one, arrays), model_spec(one.config)), Together()
+    )
     exported(root / "merged" / case, one, arrays, source=source)
   return root
 

@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from interop import export, hf_config, quantization, read_weights
+from interop import export, hf_config, read_weights
 from interop.hf_config import block_shape
 from interop.safetensors_file import Reader, read_header
+from models import model_spec
 from partitioning.rules import named_leaves
 from tests.interop import folders
 from tests.interop.folders import job_of, read_with_numpy
@@ -32,16 +33,16 @@ KNOWN = {
 
 def test_bytes_are_the_values_of_the_format():
   bits = np.array([[*KNOWN]], np.uint8)
-  found = quantization.decoded_fp8(bits, np.ones((1, 1), np.float32), (1, len(KNOWN)))
+  found = read_weights.decoded_fp8(bits, np.ones((1, 1), np.float32), (1, len(KNOWN)))
   assert found.dtype == np.float32
   np.testing.assert_array_equal(found, [[*KNOWN.values()]])
-  assert np.isnan(quantization.decoded_fp8(np.array([[0x7F]], np.uint8), np.ones((1, 1)), (1, 1)))
+  assert np.isnan(read_weights.decoded_fp8(np.array([[0x7F]], np.uint8), np.ones((1, 1)), (1, 1)))
 
 
 def test_each_block_has_its_scale_and_the_last_may_be_smaller():
   ones = np.full((300, 130), 0b0_0111_000, np.uint8)
   scales = np.arange(1, 7, dtype=np.float32).reshape(3, 2) / 3
-  found = quantization.decoded_fp8(ones, scales, (128, 128))
+  found = read_weights.decoded_fp8(ones, scales, (128, 128))
   for row, column in ((0, 0), (127, 127), (128, 0), (127, 128), (299, 129), (256, 5)):
     assert found[row, column] == scales[row // 128, column // 128]
 
@@ -50,14 +51,14 @@ def test_a_piece_begins_inside_of_a_block():
   random = np.random.RandomState(0)
   weights = random.standard_normal((10, 9)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
   scales = random.rand(3, 3).astype(np.float32)
-  whole = quantization.decoded_fp8(weights, scales, (4, 3))
-  piece = quantization.decoded_fp8(weights[5:9, 4:8], scales[1:3, 1:3], (4, 3), (1, 1))
+  whole = read_weights.decoded_fp8(weights, scales, (4, 3))
+  piece = read_weights.decoded_fp8(weights[5:9, 4:8], scales[1:3, 1:3], (4, 3), (1, 1))
   np.testing.assert_array_equal(piece, whole[5:9, 4:8])
 
 
 def test_scales_in_bfloat16_are_multiplied_in_float32():
   scale = np.array([[1.0078125]], ml_dtypes.bfloat16)
-  found = quantization.decoded_fp8(np.array([[0b0_0111_111]], np.uint8), scale, (1, 1))
+  found = read_weights.decoded_fp8(np.array([[0b0_0111_111]], np.uint8), scale, (1, 1))
   assert found == np.float32(1.875 * 1.0078125)
 
 
@@ -87,18 +88,18 @@ def drawn_mxfp4():
 
 
 def test_values_are_those_by_hand_and_bfloat16_has_them_all():
-  found = quantization.decoded_mxfp4(*drawn_mxfp4())
+  found = read_weights.decoded_mxfp4(*drawn_mxfp4())
   assert found.dtype == ml_dtypes.bfloat16
   np.testing.assert_array_equal(found.astype(np.float64), by_hand(*drawn_mxfp4()))
   assert np.signbit(
-    quantization.decoded_mxfp4(np.full((1, 16), 0x88, np.uint8), np.full(1, 127, np.uint8))
+    read_weights.decoded_mxfp4(np.full((1, 16), 0x88, np.uint8), np.full(1, 127, np.uint8))
   ).all()
 
 
 def test_the_low_bits_come_first():
   block = np.zeros((1, 16), np.uint8)
   block[0, 0], block[0, 15] = 0x72, 0xF1
-  found = quantization.decoded_mxfp4(block, np.array([128], np.uint8)).astype(float)
+  found = read_weights.decoded_mxfp4(block, np.array([128], np.uint8)).astype(float)
   assert found[:3].tolist() == [2.0, 12.0, 0.0]
   assert found[30:].tolist() == [1.0, -12.0]
 
@@ -106,7 +107,7 @@ def test_the_low_bits_come_first():
 def test_what_is_read_in_pieces_is_the_same(tmp_path):
   blocks, scales = drawn_mxfp4()
   folders.write_tensors(tmp_path / "a", {"w_blocks": blocks, "w_scales": scales})
-  found, _ = quantization.combined(read_header(tmp_path / "a"), (1, 1))
+  found, _ = read_weights.combined(read_header(tmp_path / "a"), (1, 1))
   one, wanted = found["w_blocks"].part(2), by_hand(blocks, scales)[2]
   assert one.shape == (5, 64)
   with Reader() as reader:
@@ -122,7 +123,7 @@ def test_the_library_decodes_the_same(tmp_path):
   script = pathlib.Path(__file__).parent / "their_mxfp4.py"
   subprocess.run([PYTHONS["5"], script, tmp_path], check=True)
   theirs = np.load(tmp_path / "decoded.npy")  # transposed
-  ours = quantization.decoded_mxfp4(blocks, scales).astype(np.float32).transpose(0, 2, 1)
+  ours = read_weights.decoded_mxfp4(blocks, scales).astype(np.float32).transpose(0, 2, 1)
   np.testing.assert_array_equal(ours.view(np.uint32), theirs.view(np.uint32))
 
 
@@ -168,7 +169,7 @@ def folder(tmp_path):
 
 def test_a_folder_in_fp8_is_read_in_any_pieces(folder, monkeypatch):
   job = job_of("llama", "dp4_tp2", "float32")
-  source = read_weights.open_folder(str(folder), job.config, KEY)
+  source = read_weights.open_folder(str(folder), model_spec(job.config), KEY)
   plain = read_with_numpy("llama")
   for piece_bytes in (2**23, 100):
     monkeypatch.setattr(read_weights, "PIECE_BYTES", piece_bytes)
@@ -184,7 +185,8 @@ def test_a_folder_in_fp8_is_read_in_any_pieces(folder, monkeypatch):
 
 def test_an_exported_config_does_not_say_that_weights_are_quantized(folder):
   config = json.loads((folder / "config.json").read_text())
-  written = export.model_config(job_of("llama").config, "float32", end=2, start=1, source=config)
+  keys, length = job_of("llama").config.model.to_dict(), folders.LENGTH
+  written = export.model_config(keys, length, "float32", end=2, start=1, source=config)
   assert "quantization_config" not in written
   assert hf_config.read(config, "F").block == (4, 6)
 
@@ -196,7 +198,7 @@ def entries(tmp_path, **arrays):
 
 def test_entries_become_tensors_by_their_names_and_dtypes(tmp_path):
   random = np.random.RandomState(0)
-  found, wrong = quantization.combined(
+  found, wrong = read_weights.combined(
     entries(
       tmp_path,
       experts_blocks=random.randint(0, 256, (3, 5, 2, 16)).astype(np.uint8),
@@ -217,7 +219,7 @@ def test_entries_become_tensors_by_their_names_and_dtypes(tmp_path):
 
 
 def test_scales_that_do_not_fit_are_all_named(tmp_path):
-  _, wrong = quantization.combined(
+  _, wrong = read_weights.combined(
     entries(
       tmp_path,
       a_blocks=np.zeros((5, 2, 16), np.uint8),
@@ -242,7 +244,7 @@ def test_fp8_without_scales_is_refused(folder):
   del arrays["model.layers.0.mlp.up_proj.weight_scale_inv"]
   folders.write_tensors(path, arrays)
   with pytest.raises(ValueError, match=r"0\.mlp\.up_proj\.weight is stored as F8_E4M3; read are"):
-    read_weights.open_folder(str(folder), job_of("llama").config, KEY)
+    read_weights.open_folder(str(folder), model_spec(job_of("llama").config), KEY)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +270,7 @@ def test_which_quantization_is_read(given, block):
 
 def test_parts_along_a_leading_dim(tmp_path):
   weights, scales, values = zip(*(drawn((9, 7), (4, 6), seed) for seed in range(3)), strict=True)
-  found, _ = quantization.combined(
+  found, _ = read_weights.combined(
     entries(tmp_path, w=np.stack(weights), w_scale_inv=np.stack(scales)), (4, 6)
   )
   with Reader() as reader:

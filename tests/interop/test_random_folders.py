@@ -11,6 +11,7 @@ from flax import nnx
 
 from interop import hf_config, hf_folder, read_weights
 from interop.hf_families import FAMILIES
+from models import model_spec
 from tests.helpers.jobs import make_job
 from tests.models.write_families import PYTHONS
 
@@ -42,7 +43,7 @@ def test_their_logits_are_ours(root):
     keys |= {"data.sequence_length": LENGTH, "model.vocabulary_multiple": 8}
     with jax.enable_x64(True):
       job = make_job("single", "lm", **keys, **{"training.parameter_dtype": "float64"})
-      source = read_weights.open_folder(str(folder), job.config, "model.folder")
+      source = read_weights.open_folder(str(folder), model_spec(job.config), "model.folder")
       params = read_weights.read(source, job.placed_state.params)
       with job.tracing():
         ours = np.asarray(nnx.merge(job.program.graphdef, params)(tokens))

@@ -16,6 +16,7 @@ from flax import nnx
 
 from interop import hf_config, name_maps, read_weights
 from interop.safetensors_file import Reader
+from models import model_spec
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job
 from tests.interop import folders
@@ -43,7 +44,7 @@ MESHES = {
 
 
 def opened(name, job):
-  return read_weights.open_folder(str(folders.FOLDER / name), job.config, KEY)
+  return read_weights.open_folder(str(folders.FOLDER / name), model_spec(job.config), KEY)
 
 
 LONG = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen2")
@@ -121,7 +122,7 @@ def folder(tmp_path):
 
 def refusal(folder, name="llama"):
   with pytest.raises(ValueError, match=r".") as caught:
-    read_weights.open_folder(str(folder), job_of(name).config, KEY)
+    read_weights.open_folder(str(folder), model_spec(job_of(name).config), KEY)
   return str(caught.value).splitlines()
 
 
@@ -158,7 +159,7 @@ def test_a_model_of_other_sizes_is_refused_by_its_keys(folder):
 def test_integers_and_eight_bits_are_not_read(folder):
   content = (folder / "model.safetensors").read_bytes().replace(b'"F32"', b'"I32"')
   (folder / "model.safetensors").write_bytes(content)
-  assert "lm_head.weight is stored as I32; read are F64, F32, F16, BF16" in "\n".join(
+  assert "lm_head.weight is stored as I32; read are F64, F32, BF16, F16" in "\n".join(
     refusal(folder)
   )
 
@@ -176,15 +177,15 @@ def test_logits_beside_a_tied_embedding_must_be_the_embedding(tmp_path, changed)
     )
     assert line.endswith('says that it is; set "tie_word_embeddings": false in config.json')
   else:
-    source = read_weights.open_folder(str(folder), job_of("gpt2").config, KEY)
+    source = read_weights.open_folder(str(folder), model_spec(job_of("gpt2").config), KEY)
     assert {*source.parts} == {*named_leaves(job_of("gpt2").state.params)}
 
 
 def test_keys_that_change_no_shape_are_only_told(folder):
   config = json.loads((folder / "config.json").read_text())
   (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 7.0}))
-  source = read_weights.open_folder(str(folder), job_of("llama").config, KEY)
-  assert read_weights.differing_keys(job_of("llama").config, source.described) == [
+  source = read_weights.open_folder(str(folder), model_spec(job_of("llama").config), KEY)
+  assert read_weights.differing_keys(model_spec(job_of("llama").config), source.described) == [
     "model.rotary_base=500.0, and the folder has 7.0"
   ]
 
@@ -204,7 +205,7 @@ def write_holes(folder, job, model_type):
   written = hf_config.write(job.config.model, 64, model_type)
   (folder / "config.json").write_text(json.dumps(written))
   header, start = {}, 0
-  for name, tensor in name_maps.tensors(job.config, model_type).items():
+  for name, tensor in name_maps.tensors(model_spec(job.config), model_type).items():
     ends = [start, start := start + 2 * math.prod(tensor.shape)]
     header[name] = {"dtype": "BF16", "shape": [*tensor.shape], "data_offsets": ends}
   text = json.dumps(header).encode()
@@ -229,7 +230,7 @@ def test_memory_is_that_of_the_shards_and_one_more(
   keys |= {"kv_heads": 8, "head_size": width // 8, "vocabulary_size": rows, "tied_embeddings": True}
   job = make_job(strategy, "lm", **{f"model.{key}": value for key, value in keys.items()})
   assert write_holes(tmp_path / "Big", job, "llama") >= least_mib * 2**20
-  source = read_weights.open_folder(str(tmp_path / "Big"), job.config, KEY)
+  source = read_weights.open_folder(str(tmp_path / "Big"), model_spec(job.config), KEY)
   abstract = job.placed_state.params
   gc.collect()
   ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed would be used again

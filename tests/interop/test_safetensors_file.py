@@ -1,14 +1,29 @@
-"""The safetensors format: headers that are not one, and blocks that are read from the middle."""
+"""The safetensors format: headers that are not one, blocks that are read from the middle, and files
+of weights: their bytes, how tensors are split over them, and their index.
+"""
 
+import errno
 import json
 import struct
 
+import ml_dtypes
 import numpy as np
 import pytest
+from etils import epath
 
 from interop import safetensors_file
-from interop.safetensors_file import Reader, pieces, read_header
+from interop.safetensors_file import (
+  Reader,
+  Tensor,
+  WeightFile,
+  Writer,
+  index,
+  pieces,
+  read_header,
+  split,
+)
 from tests.interop import folders
+from tests.training.checkpointing.test_full_disk import full_disk
 
 
 def write(path, header, content=b""):
@@ -107,3 +122,89 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_named(tmp_path):
 def test_pieces_are_of_whole_rows():
   assert [*pieces(3, 10, 4, 12)] == [slice(3, 6), slice(6, 9), slice(9, 10)]
   assert [*pieces(0, 2, 100, 12)] == [slice(0, 1), slice(1, 2)]
+
+
+# ------------------------------ writing ------------------------------
+
+TENSORS = [
+  Tensor("a.weight", (3, 5), "float32"),
+  Tensor("b", (), "float64"),
+  Tensor("ä", (7,), "bfloat16"),
+  Tensor("none", (0, 4), "float32"),
+]
+
+
+def arrays():
+  random = np.random.default_rng(3)
+  return {
+    "a.weight": random.standard_normal((5, 3)).astype(np.float32).T,  # not contiguous
+    "b": np.float64(0.1).reshape(()),
+    "ä": random.standard_normal(7).astype(ml_dtypes.bfloat16),
+    "none": np.zeros((0, 4), np.float32),
+  }
+
+
+def parsed(path):
+  """Reads a file as the format's page describes it, without our code."""
+  content = path.read_bytes()
+  size = int.from_bytes(content[:8], "little")
+  header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
+  kinds = {"F32": np.float32, "F64": np.float64, "BF16": ml_dtypes.bfloat16}
+  assert header.pop("__metadata__") == {"format": "pt"}
+  assert (8 + size) % 8 == 0
+  found = {}
+  for name, entry in header.items():
+    begin, end = entry["data_offsets"]
+    found[name] = np.frombuffer(data[begin:end], kinds[entry["dtype"]]).reshape(entry["shape"])
+  assert max(entry["data_offsets"][1] for entry in header.values()) == len(data)
+  return found
+
+
+@pytest.mark.parametrize("block", [2**26, 16])
+def test_a_file_has_the_tensors_bit_by_bit(block, tmp_path, monkeypatch):
+  monkeypatch.setattr(safetensors_file, "BLOCK_BYTES", block)
+  [file] = split(TENSORS, safetensors_file.MOST_BYTES)
+  assert file.name == "model.safetensors"
+  wanted = arrays()
+  with Writer(epath.Path(tmp_path), file) as writer:
+    for tensor in file.tensors:
+      writer.add(wanted[tensor.name])
+  found = parsed(tmp_path / file.name)
+  assert list(found) == list(wanted)
+  for name, array in wanted.items():
+    assert found[name].dtype == array.dtype
+    assert found[name].tobytes() == np.ascontiguousarray(array).tobytes()
+
+
+def test_files_are_filled_up_to_their_limit_and_a_larger_tensor_is_alone():
+  sizes = [3, 3, 4, 12, 1, 9]
+  tensors = [Tensor(f"t{n}", (size,), "float32") for n, size in enumerate(sizes)]
+  found = split(tensors, most_bytes=40)
+  assert [[t.name for t in file.tensors] for file in found] == [
+    ["t0", "t1", "t2"],
+    ["t3"],
+    ["t4", "t5"],
+  ]
+  assert [file.name for file in found] == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+  assert index(found) == {
+    "metadata": {"total_size": 4 * sum(sizes)},
+    "weight_map": {tensor.name: file.name for file in found for tensor in file.tensors},
+  }
+  assert safetensors_file.MOST_BYTES == 5_000_000_000
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path):
+  file = WeightFile("model.safetensors", (Tensor("a", (4096,), "float32"),))
+  writer = Writer(epath.Path(tmp_path), file)
+  with full_disk(1000), pytest.raises(OSError, match=r"model\.safetensors") as failure, writer:
+    writer.add(np.zeros(4096, np.float32))
+  assert failure.value.errno == errno.EFBIG
+
+
+def test_a_file_without_all_of_its_tensors_is_our_mistake(tmp_path):
+  [file] = split(TENSORS, safetensors_file.MOST_BYTES)
+  with (
+    pytest.raises(AssertionError, match=r"without a\.weight"),
+    Writer(epath.Path(tmp_path), file),
+  ):
+    pass

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from interop import hf_config, name_maps
+from models import model_spec
 from tests.models import families, write_families
 from tests.models.families import FAMILIES, KEPT
 
@@ -27,10 +28,10 @@ def theirs_of(family):
   model = {key: config.model[key] for key in hf_config.KEYS}
   model_type = write_families.their_config(family)["model_type"]
   written = hf_config.write(model, families.LENGTH, model_type)
-  arrays, sizes = families.drawn(job_of(family)), name_maps.sizes_of(config)
+  arrays, sizes = families.drawn(job_of(family)), name_maps.sizes_of(model_spec(config))
   tensors = {
     name: name_maps.joined(tensor, sizes, lambda name, place: arrays[name][place])
-    for name, tensor in name_maps.tensors(config, model_type).items()
+    for name, tensor in name_maps.tensors(model_spec(config), model_type).items()
   }
   return {**written, "pad_token_id": 0}, tensors  # by default some have one beyond 61 tokens
 

@@ -6,7 +6,7 @@ import zlib
 import jax
 import numpy as np
 
-from configs.schema.model_checks import GPT_2
+from configs.schema.recipes import GPT_2
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job
 from training.setup import Job

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from configs import dp8
-from configs.schema import finalize, presets
+from configs.schema import finalize, recipes
 from models import attention_tiles, model_spec, transformer
 from models.decoder_flops import active_elements
 from models.layer_pattern import is_global
@@ -278,7 +278,7 @@ def test_every_key_of_a_family_shows_in_its_logits(family, key):
   assert not close(logits(other, kept), fixture(family))
 
 
-@pytest.mark.parametrize("preset", [*presets.PRESETS, *presets.EXPERT_PRESETS])
+@pytest.mark.parametrize("preset", recipes.PRESETS)
 def test_a_preset_has_as_many_parameters_as_published(preset):
   config = dp8.get_config(f"model={preset},data=python_source")
   config.model.vocabulary_multiple = 1  # what is padded is not published
@@ -313,7 +313,7 @@ def test_model_flops_are_six_for_each_weight_and_token_and_attentions_pairs(pres
 
 
 def test_every_preset_is_published():
-  assert PUBLISHED.keys() == presets.PRESETS.keys() | presets.EXPERT_PRESETS.keys()
+  assert PUBLISHED.keys() == recipes.PRESETS.keys()
 
 
 # Parameters that a token uses, in billions: as published, by the families' pages and reports.

@@ -28,7 +28,7 @@ def test_the_layers_that_a_config_may_name_are_those_of_the_table(job):
   table = model_spec(job.config).parameters
   for part in ("/lora_a", "/lora_b"):
     named = {name.removesuffix(part) for name in table if name.endswith(part)}
-    assert {*model_checks.linear_layers(job.config)} == named
+    assert {*model_checks.linear_layers(job.config.model)} == named
 
 
 def test_an_adapter_is_an_entry_of_the_parameter_table(job):

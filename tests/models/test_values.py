@@ -1,5 +1,7 @@
 """The decoder's values beside NumPy in float64: in float32 and bfloat16, whole and in parts."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -174,3 +176,32 @@ def test_arithmetic_in_bfloat16_is_caught(module, check, monkeypatch):
   monkeypatch.setattr(module, "wide_dtype", jnp.dtype)
   with pytest.raises(AssertionError):
     check()
+
+
+@pytest.mark.parametrize(
+  ("name", "inner"),
+  [
+    ("gelu_erf", lambda x: math.erf(math.sqrt(0.5) * x)),
+    ("gelu", lambda x: math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+  ],
+)
+def test_gelu_and_its_derivative_which_alone_is_kept_for_the_backward_pass(name, inner):
+  def gelu(values):
+    return np.array([0.5 * v * (1 + inner(v)) for v in values])
+
+  x = np.linspace(-6, 6, 49)
+  with jax.enable_x64():
+    y, backward = jax.vjp(layers.ACTIVATIONS[name], jnp.asarray(x))
+    [kept] = jax.tree.leaves(backward)
+    [derivative] = backward(jnp.ones_like(y))
+  assert kept.shape == x.shape
+  np.testing.assert_allclose(y, gelu(x), rtol=0, atol=1e-15)
+  slope = (gelu(x + 1e-4) - gelu(x - 1e-4)) / 2e-4
+  np.testing.assert_allclose(derivative, slope, rtol=0, atol=1e-8)
+
+
+def test_gelu_by_erf_is_computed_wide_where_inputs_are_not():
+  x = jnp.linspace(-4, 4, 65, dtype=jnp.bfloat16)
+  wanted = jnp.asarray([float(v) * 0.5 * (1 + math.erf(float(v) / math.sqrt(2))) for v in x])
+  found = layers.ACTIVATIONS["gelu_erf"](x)
+  np.testing.assert_array_equal(found, wanted.astype(jnp.bfloat16))

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from processes import arrivals, tokens
+from processes import rendezvous, tokens
 
 CONNECT_SECONDS = 20.0
 _TYPES = [None, True, -1, 10**400, 1.5e308, "", "x" * 3000, "\x1b[2J\x07", [], {}, [[]], {"a": {}}]
@@ -57,7 +57,7 @@ def message(chance: random.Random, count: int, nonce: str) -> bytes:
     forged = f"{chance.randbytes(32).hex()} {hello(chance, count)}\n".encode()
     return forged[: chance.choice([len(forged), len(forged) // 2])]
   if kind == 5:
-    return tokens.line(b"another token", arrivals.HELLO, hello(chance, count), nonce)
+    return tokens.line(b"another token", rendezvous.HELLO, hello(chance, count), nonce)
   if kind == 6:
     return f"{'0' * 64} ".encode() + text(chance).encode(errors="surrogatepass") + b"\n"
   if kind == 7:
@@ -133,7 +133,7 @@ def entry(chance: random.Random, key: bytes, name: str) -> str:
   if kind == 2:  # used again for another purpose
     return f"{tokens.sign(key, 'shown', f'other/{name}', body)} {body}"
   if kind == 3:
-    return f"{tokens.sign(key, arrivals.HELLO, name, body)} {body}"
+    return f"{tokens.sign(key, rendezvous.HELLO, name, body)} {body}"
   if kind == 4:
     return os.fsdecode(chance.randbytes(300))
   return f"{'0' * 64} {'x' * 100_000}"

@@ -18,8 +18,8 @@ from input_pipeline.batches import EvaluationBatches, TrainingBatches
 from input_pipeline.row_source import array_source
 from partitioning.mesh import make_mesh
 from processes import coordination as groups
+from processes.coordination import Lockstep
 from processes.preemption import StopRequest
-from processes.step_barrier import Lockstep
 from processes.watchdog import Watchdog
 from runtime import devices
 from tests.helpers.jobs import make_job

@@ -11,7 +11,7 @@ import pytest
 from commands import refusal
 from processes import coordination as groups
 from processes import rendezvous, tokens
-from processes.coordination import NotTogetherError
+from processes.coordination import Group, Lockstep, NotTogetherError
 from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
 from tests.processes.stores import groups_of, together
@@ -288,3 +288,31 @@ def test_labels_name_the_process_only_among_several(monkeypatch):
   assert groups.label() == ""
   monkeypatch.setattr(groups, "_current", groups_of(3)[1])
   assert groups.label().startswith("process 1 (")
+
+
+# ------------------------------ the lockstep ------------------------------
+
+
+def test_all_stop_before_the_same_step():
+  # Process 1 is asked to stop at its 8th step, when process 0 may be anywhere before it.
+  def steps(member):
+    stop, done = StopRequest(), 0
+    lockstep = Lockstep(member, stop)
+    while done < 100:
+      if member.index == 1 and done == 7:
+        stop.request("SIGTERM")
+      if not lockstep.enter():
+        break
+      done += 1
+    return done, lockstep.stopping
+
+  results = together(*(lambda member=member: steps(member) for member in groups_of(3)))
+  assert results == [(7, False), (7, True), (7, False)]
+
+
+def test_alone_a_stop_ends_it():
+  stop = StopRequest()
+  lockstep = Lockstep(Group(), stop)
+  assert lockstep.enter()
+  stop.request("SIGINT")
+  assert not lockstep.enter()

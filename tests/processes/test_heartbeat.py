@@ -5,7 +5,6 @@ import time
 import pytest
 
 from processes import heartbeat
-from processes.coordination import Group
 from processes.heartbeat import Exchange
 from processes.preemption import StopRequest
 from processes.watchdog import ENDING, SAVING, STARTING, Watchdog
@@ -104,14 +103,6 @@ def test_who_has_ended_well_is_not_silent(clock):
   one._answered = clock.now
   assert one.silence() == 0
   assert "process 1" not in one.behind()
-
-
-def test_a_single_process_is_not_behind():
-  alone = Exchange(Group(), lambda: (1, "a", 0.0), lambda *_: None)
-  assert alone.answering()
-  assert alone.behind() == "there is no other process"
-  alone.start()
-  alone.close()
 
 
 def waiting(clock: Clock, kind: str) -> tuple[Watchdog, Exchange, list[float]]:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from processes import arrivals, heartbeat, rendezvous, tokens
+from processes import heartbeat, rendezvous, tokens
 from processes.heartbeat import Exchange
 from processes.listening import free_port
 from processes.preflight import agree
@@ -98,7 +98,7 @@ def test_what_is_signed_and_malformed_is_dropped():
 
   def act(hello, connection, nonce):
     text = json.dumps({**hello, "nonce": "n"})
-    send(tokens.line(TOKEN.encode(), arrivals.HELLO, text, nonce), connection, nonce)
+    send(tokens.line(TOKEN.encode(), rendezvous.HELLO, text, nonce), connection, nonce)
 
   acts = [functools.partial(act, hello) for hello in MALFORMED.values()]
   result, *others = together(
@@ -121,8 +121,8 @@ def test_a_replayed_line_is_rejected():
 
   result, *others = together(
     lambda: call(port, 2, 0, seconds=1.0),
-    lambda: hostile.speak(port, functools.partial(again, arrivals.HELLO, False)),
-    lambda: hostile.speak(port, functools.partial(again, arrivals.ANSWER, True)),
+    lambda: hostile.speak(port, functools.partial(again, rendezvous.HELLO, False)),
+    lambda: hostile.speak(port, functools.partial(again, rendezvous.ANSWER, True)),
   )
   assert others == [None, None]
   assert "connections dropped: 2 signed with another token (from" in str(result)
@@ -134,7 +134,7 @@ def test_what_peers_say_reaches_no_terminal_with_control_characters():
 
   def act(connection, nonce):
     text = json.dumps({**hello, "nonce": "n"})
-    connection.sendall(tokens.line(TOKEN.encode(), arrivals.HELLO, text, nonce))
+    connection.sendall(tokens.line(TOKEN.encode(), rendezvous.HELLO, text, nonce))
     connection.recv(4096)
 
   result, _ = together(lambda: call(port, 2, 0, seconds=5.0), lambda: hostile.speak(port, act))
@@ -143,7 +143,7 @@ def test_what_peers_say_reaches_no_terminal_with_control_characters():
 
 
 def test_silent_or_slow_connections_block_no_process(monkeypatch):
-  monkeypatch.setattr(arrivals, "HELLO_SECONDS", 0.5)
+  monkeypatch.setattr(rendezvous, "HELLO_SECONDS", 0.5)
   port, holding = free_port(), threading.Event()
   mute = [socket.socket() for _ in range(20)]
 
@@ -172,7 +172,7 @@ def test_silent_or_slow_connections_block_no_process(monkeypatch):
 
 
 def test_the_oldest_unidentified_connections_are_dropped_for_processes(monkeypatch):
-  monkeypatch.setattr(arrivals, "_MOST_STRANGERS", 4)
+  monkeypatch.setattr(rendezvous, "_MOST_STRANGERS", 4)
   port, holding = free_port(), threading.Event()
   mute = [socket.socket() for _ in range(12)]
 
@@ -227,10 +227,10 @@ def test_a_listener_without_the_token_can_tell_a_process_nothing():
       connection, _ = server.accept()
       with connection:
         key = b"not the token"
-        connection.sendall(tokens.line(key, arrivals.GREETING, '{"nonce": "n"}'))
+        connection.sendall(tokens.line(key, rendezvous.GREETING, '{"nonce": "n"}'))
         connection.recv(4096)
-        answer = {"error": "give up", "kind": arrivals.REFUSED, "count": 2, "run": ""}
-        connection.sendall(tokens.line(key, arrivals.ANSWER, json.dumps(answer), "n", "n"))
+        answer = {"error": "give up", "kind": rendezvous.REFUSED, "count": 2, "run": ""}
+        connection.sendall(tokens.line(key, rendezvous.ANSWER, json.dumps(answer), "n", "n"))
 
     _, result = together(answers, lambda: call(port, 2, 1, seconds=1.0))
   assert isinstance(result, rendezvous.MissingError), result

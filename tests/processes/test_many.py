@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from processes import arrivals, listening, rendezvous, tokens
+from processes import listening, rendezvous, tokens
 from processes.listening import free_port
 from tests.processes.stores import together
 from tests.processes.test_rendezvous import TOKEN, call
@@ -45,7 +45,7 @@ def reports(connection: socket.socket, count: int, index: int) -> None:
   _, text = tokens.split_line(connection.recv(4096))
   own = {"index": index, "count": count, "host": "h", "pid": index, "refused": "", "nonce": "n"}
   nonce = json.loads(text)["nonce"]
-  connection.sendall(tokens.line(TOKEN.encode(), arrivals.HELLO, json.dumps(own), nonce))
+  connection.sendall(tokens.line(TOKEN.encode(), rendezvous.HELLO, json.dumps(own), nonce))
 
 
 def answered(connection: socket.socket) -> tuple[dict, int]:
@@ -112,9 +112,9 @@ def test_what_is_sent_to_each_does_not_grow_with_their_number():
 
 
 def test_missing_ones_are_named_as_ranges():
-  assert arrivals._ranges([3]) == "3"
-  assert arrivals._ranges([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
-  assert re.fullmatch(r"1, 3, .*, 31 and 84 more", arrivals._ranges(range(1, 200, 2)))
+  assert rendezvous._ranges([3]) == "3"
+  assert rendezvous._ranges([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
+  assert re.fullmatch(r"1, 3, .*, 31 and 84 more", rendezvous._ranges(range(1, 200, 2)))
 
 
 # ------------------------------ open files ------------------------------
@@ -134,7 +134,7 @@ def test_the_limit_of_open_files_is_raised_for_them(monkeypatch):
 
 def test_a_limit_that_cannot_be_raised_is_said_to_all(monkeypatch):
   monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
-  monkeypatch.setattr(arrivals, "_OWN_ERROR_SECONDS", 2.0)
+  monkeypatch.setattr(rendezvous, "_OWN_ERROR_SECONDS", 2.0)
   port = free_port()
   first, *others = together(
     *[lambda index=index: call(port, 300, index, seconds=15.0) for index in (0, 1, 2)]
@@ -154,7 +154,8 @@ def bound(address: str) -> set[str]:
   """Returns at which addresses process 0 listens."""
   sockets = listening.listen(address)
   found = {one.getsockname()[0] for one in sockets}
-  listening.close(sockets)
+  for each in sockets:
+    each.close()
   return found
 
 

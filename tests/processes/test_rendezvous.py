@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from processes import arrivals, rendezvous, tokens
+from processes import rendezvous, tokens
 from processes.listening import free_port
 from tests.processes.command_lines import MLP
 from tests.processes.starting import VARIABLES
@@ -196,7 +196,7 @@ def test_a_run_that_has_begun_already():
 @pytest.fixture
 def soon(monkeypatch):
   """Has the first notice come early."""
-  monkeypatch.setattr(arrivals, "FIRST_NOTICE_SECONDS", 0.3)
+  monkeypatch.setattr(rendezvous, "FIRST_NOTICE_SECONDS", 0.3)
 
 
 def test_who_is_waited_for_is_said_again_at_growing_intervals(soon, capfd):

@@ -9,8 +9,10 @@ import time
 import pytest
 
 from processes import stragglers
+from processes.coordination import Group
 from processes.stragglers import Pace, Window, slowest
 from tests.processes.stores import groups_of
+from training.metrics.reader import straggler_detection
 
 HOST = socket.gethostname()
 
@@ -268,8 +270,6 @@ def test_after_a_rollback_it_starts_again():
 
 
 @pytest.mark.parametrize(("count", "slow_ratio"), [(1, 2.0), (2, 0.0)])
-def test_off_and_alone_nothing_is_asked(count, slow_ratio):
-  run = Run(count, slow_ratio=slow_ratio)
-  assert run.steps(40, 0.2, {0: 0.9}) == []
-  assert run.paces[0].numbers() == {}
-  assert run.paces[0]._group.list("pace") == {}
+def test_off_and_alone_nothing_is_compared(count, slow_ratio):
+  with straggler_detection(Group(0, count), slow_ratio, simulated=True) as pace:
+    assert pace is None

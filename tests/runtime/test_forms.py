@@ -14,7 +14,7 @@ from input_pipeline.text import tokenizer, tokenizer_files
 from input_pipeline.text.chat_template import ChatTemplate
 from input_pipeline.text.chat_template import load as load_template
 from input_pipeline.text.conversations import Conversation
-from interop import hf_config, hf_folder, peft_adapter, safetensors_file
+from interop import hf_config, hf_folder, peft_adapter, read_weights, safetensors_file
 from interop.hf_families import FAMILIES
 from reports import charts, run_files, run_page
 from runtime import files
@@ -142,7 +142,7 @@ def test_index_of_weights(tmp_path):
 
   def read(text):
     (tmp_path / hf_folder.INDEX).write_text(text)
-    hf_folder.stored_tensors(tmp_path, "model.folder")
+    read_weights.stored_tensors(tmp_path, "model.folder")
 
   check({"metadata": {"total_size": 8}, "weight_map": {"w": "a.safetensors"}}, read)
 

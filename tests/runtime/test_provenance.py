@@ -17,12 +17,12 @@ ROOT = provenance.ROOT
 # Files beside those of NUMERICS in the same folders, which do not determine what a run computes.
 OTHERS = {
   "partitioning": "__init__ mesh_sizes shardings",
-  "training": "__init__ base_parameters callbacks compiler_options coordinate_check evaluation "
-  "history loop metrics/__init__ metrics/append_log metrics/console metrics/device_probe "
-  "metrics/goodput metrics/log_lines metrics/log_schedule metrics/csv_sink "
-  "metrics/profiler metrics/reader metrics/sinks metrics/throughput metrics/tracker "
-  "metrics/tracker_sink metrics/waiting metrics/writer named_activations parity replay "
-  "replica_check restore run_tokenizer workdir_files checkpointing/__init__ "
+  "training": "__init__ base_parameters callbacks compiler_options coordinate_check "
+  "evaluation history loop metrics/__init__ metrics/built_in_sinks metrics/console "
+  "metrics/goodput metrics/log_lines metrics/profiler metrics/reader metrics/sinks "
+  "metrics/throughput metrics/tracker metrics/writer named_activations "
+  "parity replay replica_check restore run_tokenizer "
+  "workdir_files checkpointing/__init__ "
   "checkpointing/async_writer checkpointing/checkpointer checkpointing/consensus "
   "checkpointing/integrity checkpointing/naming checkpointing/restore "
   "checkpointing/resume_policy",

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs import base
-from configs.schema import finalize, unused, validate
+from configs.schema import finalize, validate
 from training import parity
 from training.parity import CopiesDifferError, Trained
 
@@ -122,7 +122,7 @@ def test_a_config_with_all_that_a_comparison_exchanges_is_accepted():
   config.update_from_flattened_dict(others)
   validate.check(finalize.finalize(config, "cpu"), dict(config.mesh))
   parity.prove(config, "cpu")
-  unused.reset(config)
+  validate.reset_optimizer(config)
   resolved = finalize.finalize(config, "cpu")
   validate.check(resolved, dict(config.mesh))
   assert (resolved.training.compute_dtype, resolved.optimizer.name) == ("float64", "sgd")

@@ -12,9 +12,8 @@ from flax import nnx
 from input_pipeline.batches import EvaluationBatches
 from models import MODELS, mlp
 from partitioning.rules import named_leaves
-from processes.coordination import current
+from processes.coordination import Lockstep, current
 from processes.preemption import StopRequest
-from processes.step_barrier import Lockstep
 from processes.watchdog import Watchdog
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.training import runs

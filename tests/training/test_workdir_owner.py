@@ -12,7 +12,7 @@ from runtime import files
 from tests.helpers.jobs import make_job
 from tests.training.metrics.test_append_log import scalars
 from training import restore, workdir_files
-from training.metrics.append_log import Lines
+from training.metrics.log_lines import LogFile
 from training.metrics.writer import MetricsWriter
 
 
@@ -47,12 +47,12 @@ def owned(job, workdir):
 
 def test_a_line_of_a_run_that_is_replaced_while_it_writes_goes_into_a_file_that_is_gone(tmp_path):
   first, path = take(tmp_path), epath.Path(tmp_path / "lines")
-  lines = Lines(path, first.require)
+  lines = LogFile(path, first.require)
   lines.append(b"one\n")
 
   def stopped_here():
     first.require()
-    fresh = Lines(path, take(tmp_path).require)
+    fresh = LogFile(path, take(tmp_path).require)
     fresh.replace([fresh.read()])
     fresh.append(b"two of the second run\n")
 

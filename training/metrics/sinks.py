@@ -10,10 +10,15 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from etils import epy
+
 from processes.coordination import current
 from runtime.extensions import Table, error_text
-from training.metrics.csv_sink import CsvSink
-from training.metrics.tracker_sink import TRACKERS, SinkError, TrackerSink
+
+with epy.lazy_imports():
+  from training.metrics import built_in_sinks
+
+TRACKERS = ("aim", "mlflow", "trackio", "wandb")  # also the names of their packages
 
 
 class Sink(Protocol):
@@ -34,10 +39,16 @@ class Sink(Protocol):
     ...
 
 
+def _built_in(name: str, config: Any, workdir: Any, step: int) -> Sink:
+  if name == "csv":
+    return built_in_sinks.CsvSink(config, workdir, step)
+  return built_in_sinks.TrackerSink(name, config, workdir, step)
+
+
 # name -> function of (config, workdir, step that the run starts from), which returns a Sink.
 SINKS: Table = Table(
   "sink",
-  {"csv": CsvSink, **{name: functools.partial(TrackerSink, name) for name in TRACKERS}},
+  {name: functools.partial(_built_in, name) for name in ("csv", *TRACKERS)},
   numerics=False,
 )
 
@@ -109,5 +120,5 @@ class Sinks:
       sink = self._open.pop(name, None)
       if hasattr(sink, "kill"):
         sink.kill()
-      why = str(error) if isinstance(error, SinkError) else error_text(error)
+      why = str(error) if isinstance(error, built_in_sinks.SinkError) else error_text(error)
       self._warn(f"the sink {name!r} is dropped, training continues: {why}")

@@ -1,33 +1,35 @@
 """How fast the steps are: tokens or examples per second, and MFU."""
 
-import copy
+import contextlib
+import dataclasses
 import time
+from collections.abc import Iterator
 
 import psutil
-from ml_collections import ConfigDict
+from jax.sharding import Mesh
 
-from input_pipeline.ramp import Ramp
-from models import model_spec
+from models.spec import ModelSpec
 from runtime.chips import peak_flops
 from training.metrics.console import duration
-from training.setup import Job
+from training.specs import BatchSpec
 from training.tasks import TASKS
 
 
 class Meter:
   """Seconds per step, rates, MFU and waiting, over the steps since the last lap."""
 
-  def __init__(self, job: Job):
-    """Reads from the job what a step does."""
-    config = job.config
-    self._steps = config.training.steps
-    task, self._ramp = TASKS[config.task], Ramp.of(config.data)
+  def __init__(self, batches: BatchSpec, model: ModelSpec, mesh: Mesh):
+    """Takes what a step computes, and on which devices."""
+    task, self._steps, self._ramp = TASKS[batches.task], batches.steps, batches.ramp
     self._unit = task.unit
-    self._per_row = config.data.sequence_length if task.weighs_tokens else 1
-    self._flops = {pieces: _flops_per_row(config, pieces) for _, pieces in self._ramp.pieces}
-    self._device = job.mesh.local_devices[0]
+    self._per_row = batches.sequence_length if task.weighs_tokens else 1
+    self._flops = {
+      pieces: task.sequences * pieces * _of_pieces(model, pieces).train_flops_per_example()
+      for _, pieces in self._ramp.pieces
+    }
+    self._device = mesh.local_devices[0]
     peak = peak_flops(self._device)
-    self._peak = peak * job.mesh.size if peak else None
+    self._peak = peak * mesh.size if peak else None
     self._paused = 0.0
     self._began = self._lap_began = time.monotonic()
     self._first_step = self._lap_step = 0
@@ -86,9 +88,14 @@ class Meter:
       / count
     )
 
-  def paused(self) -> "Pause":
-    """Returns a context in which the clock is stopped (evaluation)."""
-    return Pause(self)
+  @contextlib.contextmanager
+  def paused(self) -> Iterator[None]:
+    """Stops the clock for a while (evaluation)."""
+    began = time.monotonic()
+    try:
+      yield
+    finally:
+      self.pause_for(time.monotonic() - began)
 
   def pause_for(self, seconds: float) -> None:
     """Takes seconds out of the measured time."""
@@ -117,27 +124,8 @@ class Meter:
     return f"memory {values['peak_bytes'] / 2**30:.1f}{of} GiB"
 
 
-def _flops_per_row(config: ConfigDict, pieces: int) -> float:
-  """Returns the FLOPs of a row of the data set that is cut into pieces."""
-  if pieces > 1:
-    config = copy.deepcopy(config)
-    with config.unlocked():
-      config.data.sequence_length //= pieces
-  flops = model_spec(config).train_flops_per_example()
-  return flops * pieces * TASKS[config.task].sequences
-
-
-class Pause:
-  """Stops a meter's clock for a while."""
-
-  def __init__(self, meter: Meter):
-    """Stops nothing yet."""
-    self._meter, self._began = meter, 0.0
-
-  def __enter__(self) -> None:
-    """Stops the clock."""
-    self._began = time.monotonic()
-
-  def __exit__(self, *exception) -> None:
-    """Starts the clock again."""
-    self._meter.pause_for(time.monotonic() - self._began)
+def _of_pieces(model: ModelSpec, pieces: int) -> ModelSpec:
+  """Returns a model's spec for rows that are cut into pieces."""
+  if pieces == 1 or "sequence_length" not in model.__dataclass_fields__:
+    return model
+  return dataclasses.replace(model, sequence_length=model.sequence_length // pieces)

@@ -1,10 +1,10 @@
-"""An experiment tracker in a process of its own: `python -P tracker.py NAME`; see tracker_sink.py.
+"""An experiment tracker in a process of its own, as built_in_sinks.py starts it.
 
-It imports the tracker's package and the standard library alone, so that it runs in any environment
-that has the package. It reads JSON lines from standard input: first what a `Start` has, then
-`[3, {"loss": 2.5}]` for each line of metrics. It ends when its input ends. To standard output it
-writes `{"state": ..., "note": ...}` of `Opened`, and last `{"done": true}` or `{"error": text}`.
-What the package prints goes to standard error.
+It is `python -P tracker.py NAME`. It imports the tracker's package and the standard library alone,
+so that it runs in any environment that has the package. It reads JSON lines from standard input:
+first what a `Start` has, then `[3, {"loss": 2.5}]` for each line of metrics. It ends when its input
+ends. To standard output it writes `{"state": ..., "note": ...}` of `Opened`, and last
+`{"done": true}` or `{"error": text}`. What the package prints goes to standard error.
 """
 
 import contextlib

@@ -12,9 +12,8 @@ from processes.coordination import current
 from processes.workdir_lease import Ownership
 from runtime import files
 from training.metrics import log_lines
-from training.metrics.append_log import Lines
 from training.metrics.console import warn
-from training.metrics.log_lines import FILE, TIMES, Line
+from training.metrics.log_lines import FILE, TIMES, Line, LogFile
 from training.metrics.sinks import Sinks
 
 DAMAGED = "metrics.damaged.jsonl"
@@ -57,8 +56,8 @@ class MetricsWriter:
       sinks: opens the sinks, on process 0.
     """
     self._owner = owner or Ownership()
-    self._lines = Lines(workdir / FILE, self._owner.require)
-    self._damaged = Lines(workdir / DAMAGED, self._owner.require)
+    self._lines = LogFile(workdir / FILE, self._owner.require)
+    self._damaged = LogFile(workdir / DAMAGED, self._owner.require)
     self._board, self._boards, self.times = None, 0, None
     self._workdir, self._tensorboard = workdir, tensorboard
     self._sinks = sinks() if sinks is not None and current().first else None
@@ -209,5 +208,5 @@ def _detach(workdir: epath.Path) -> None:
 
 def evaluated(workdir: epath.Path, step: int) -> bool:
   """Returns whether `metrics.jsonl` holds the evaluation of a step."""
-  sound, _ = log_lines.split(Lines(workdir / FILE).read())
+  sound, _ = log_lines.split(LogFile(workdir / FILE).read())
   return any(line.values["step"] == step and "eval_loss" in line.values for line in sound)

@@ -2,11 +2,14 @@
 
 import pytest
 
+from commands import completion, config_flag, help
 from configs import base
 from configs.keys import table
-from configs.keys.row import Required, Unset
-from configs.schema import origins, recipes
+from configs.keys.row import MAY_CHANGE, Key, Required, Unset
+from configs.schema import recipes
 from partitioning.mesh_sizes import AXES, SLOW_AXES
+from tests.configs.loading import checked, finalized, refusal
+from tests.docs import configuration
 
 RECIPES = (*recipes.RECIPES, recipes.HF)
 ROWS = {
@@ -20,7 +23,7 @@ PLAIN = {".seed"}
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_key_of_a_config_has_a_row(recipe):
   config = base.get_config(recipe)
-  keys = [key for key, _ in origins.leaves(config)]
+  keys = [key for key, _ in config_flag.leaves(config)]
   tables = ("partitioning.parameters.", "partitioning.activations.", "partitioning.optimizer.")
   known = [key for key in keys if not key.startswith(tables)]
   assert [key for key in known if table.find(key, recipe, config.model.name) is None] == []
@@ -71,3 +74,37 @@ def test_a_recipe_s_own_row_comes_first():
 )
 def test_what_a_change_means_on_resume(key, wanted):
   assert table.resume_class(key) == wanted
+
+
+def test_a_key_is_one_row(monkeypatch):
+  """A row is all that a key needs: no other file names it."""
+  row = Key(
+    *(2, "layers that are computed together"),
+    **{"unit": "layers", "least": 1, "resume": MAY_CHANGE, "needs": "model.window"},
+  )
+  monkeypatch.setitem(table.SECTIONS["training"], "layer_group", row)
+  words = Key("in_turn", "how", choices=("in_turn", "at_once"), readers=("decoder",))
+  monkeypatch.setitem(table.SECTIONS["training"], "layer_order", words)
+  assert finalized("lm").training.layer_group == 2
+  for keys, said in (
+    ("model.window=8 training.layer_group=0", "training.layer_group=0: at least 1"),
+    (
+      "training.layer_group=3",
+      "is about model.window, which is 0; set that, or leave the key at 2",
+    ),
+    ("training.layer_order=at_onse", "one of in_turn, at_once; did you mean 'at_once'?"),
+  ):
+    [line] = refusal(keys, "lm")
+    assert said in line
+  [line] = refusal("training.layer_order=at_once", "mlp")
+  assert "the model mlp does not use it; leave it at 'in_turn'" in line
+  checked("model.window=8 training.layer_group=3 training.layer_order=at_once", "lm")
+  assert table.resume_class("training.layer_group") == MAY_CHANGE
+  shown = help.text(["main.py", "help", "training.layer_g"], {})
+  assert "--config.training.layer_group=2\n      layers that are computed together" in shown
+  known = completion.index()["keys"]["lm"]
+  assert known["training.layer_order"] == [["in_turn", "at_once"], "how"]
+  configuration.defaults.cache_clear()
+  meaning = "layers that are computed together"
+  assert f"| `training.layer_group` | `2` | {meaning} | may change |" in configuration.page()
+  configuration.defaults.cache_clear()

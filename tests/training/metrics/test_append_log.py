@@ -11,7 +11,7 @@ from etils import epath
 from tensorboardX.proto import event_pb2
 
 from runtime import files
-from training.metrics.append_log import Lines
+from training.metrics.log_lines import LogFile
 from training.metrics.writer import MetricsWriter
 
 TIMES = {"goodput": 0.5, "seconds": {}, "time": 1.0, "done": False}
@@ -35,7 +35,7 @@ def path(tmp_path):
 
 
 def test_what_a_full_disk_does_not_take_is_written_later_in_order(path):
-  lines = Lines(path)
+  lines = LogFile(path)
   lines.append(b"one\n")
   with full_disk(10):
     for text in (b"two, which is long\n", b"three\n"):
@@ -49,7 +49,7 @@ def test_what_a_full_disk_does_not_take_is_written_later_in_order(path):
 
 
 def test_a_new_content_waits_too(path):
-  lines = Lines(path)
+  lines = LogFile(path)
   lines.append(b"one\n")
   with full_disk(10):
     lines.replace([b"first, which is long\n", b"second\n"])
@@ -63,7 +63,7 @@ def test_a_new_content_waits_too(path):
 
 
 def test_a_file_that_fits_again_is_written_though_the_disk_is_full(path):
-  lines = Lines(path)
+  lines = LogFile(path)
   with full_disk(10):
     lines.append(b"much too long for it\n")
     lines.replace([b"short\n"])
@@ -74,7 +74,7 @@ def test_a_file_that_fits_again_is_written_though_the_disk_is_full(path):
 def test_other_errors_are_raised(path):
   path.mkdir()
   with pytest.raises(files.NotPlainError, match="it is a directory, not a plain file"):
-    Lines(path).append(b"one\n")
+    LogFile(path).append(b"one\n")
 
 
 def scalars(folder) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""training/metrics/csv_sink.py: the rows and columns of metrics.csv."""
+"""CsvSink: the rows and columns of metrics.csv."""
 
 import csv
 import json
@@ -8,7 +8,7 @@ from etils import epath
 
 from configs import base
 from tests.training.metrics.test_append_log import full_disk
-from training.metrics.csv_sink import CsvSink
+from training.metrics.built_in_sinks import CsvSink
 from training.metrics.sinks import Sinks
 from training.metrics.writer import MetricsWriter
 

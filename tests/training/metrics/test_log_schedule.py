@@ -1,19 +1,11 @@
 """Lines of finished steps that metrics.jsonl has lost: told from those that were never due."""
 
 import json
-import types
 
 import pytest
 
 from tests.training import runs
-from training.metrics import log_schedule
-from training.metrics.log_schedule import RECORD, LogSchedule
-
-
-def config(metrics, evaluation):
-  """Returns the two keys."""
-  section = types.SimpleNamespace
-  return section(metrics=section(every_steps=metrics), evaluation=section(every_steps=evaluation))
+from training.metrics.log_lines import SCHEDULES, LogSchedule, missing_text
 
 
 def due(*starts, done):
@@ -44,7 +36,7 @@ def due(*starts, done):
 def test_each_line_that_is_missing_is_found_and_no_other(starts, done):
   record = {}
   for before, metrics, evaluation in starts:
-    schedule = LogSchedule(config(metrics, evaluation), record, before)
+    schedule = LogSchedule(metrics, evaluation, record, before)
     record = schedule.record()
   steps, evaluations = due(*starts, done=done)
   assert schedule.missing(done, steps, evaluations) == ([], [])
@@ -56,25 +48,25 @@ def test_each_line_that_is_missing_is_found_and_no_other(starts, done):
 
 
 def test_what_an_older_record_has_logged_is_not_known():
-  schedule = LogSchedule(config(10, 50), {}, 100)
+  schedule = LogSchedule(10, 50, {}, 100)
   assert schedule.missing(120, [], []) == ([110, 120], [])
-  assert schedule.record() == {RECORD: [[101, 10, 50]]}
+  assert schedule.record() == {SCHEDULES: [[101, 10, 50]]}
 
 
 def test_going_back_forgets_what_came_later():
-  known = {RECORD: [[1, 10, 50], [31, 5, 50]]}
-  schedule = LogSchedule(config(2, 50), known, 40)
-  assert schedule.record()[RECORD] == [[1, 10, 50], [31, 5, 50], [41, 2, 50]]
+  known = {SCHEDULES: [[1, 10, 50], [31, 5, 50]]}
+  schedule = LogSchedule(2, 50, known, 40)
+  assert schedule.record()[SCHEDULES] == [[1, 10, 50], [31, 5, 50], [41, 2, 50]]
   schedule.roll_back(20)
-  assert schedule.record()[RECORD] == [[1, 10, 50], [21, 2, 50]]
+  assert schedule.record()[SCHEDULES] == [[1, 10, 50], [21, 2, 50]]
   schedule.roll_back(0)
-  assert schedule.record()[RECORD] == [[1, 2, 50]]
+  assert schedule.record()[SCHEDULES] == [[1, 2, 50]]
 
 
 def test_what_is_missing_in_words():
-  assert log_schedule.text(([], [])) == ""
-  assert log_schedule.text((range(1, 8), [])) == "7 of steps (1, 2, 3, 4, 5, ...)"
-  assert log_schedule.text(([3], [50])) == "1 of steps (3) and 1 of evaluations (50)"
+  assert missing_text(([], [])) == ""
+  assert missing_text((range(1, 8), [])) == "7 of steps (1, 2, 3, 4, 5, ...)"
+  assert missing_text(([3], [50])) == "1 of steps (3) and 1 of evaluations (50)"
 
 
 def holds(values, lost):

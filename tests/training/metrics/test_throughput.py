@@ -1,6 +1,5 @@
 """Reading metrics late, stopping at bad numbers, rates."""
 
-import dataclasses
 import itertools
 import re
 import types
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import MODELS
+from models import model_spec
 from runtime.chips import peak_flops
 from tests.helpers.jobs import make_job
 from training.bad_steps import TrainingStoppedError
@@ -42,7 +41,8 @@ def test_a_number_that_is_not_finite_stops_and_names_its_step(loss, norm):
 def test_rates_leave_out_the_first_step_and_pauses(monkeypatch):
   now = [100.0]
   monkeypatch.setattr("training.metrics.throughput.time.monotonic", lambda: now[0])
-  meter = Meter(make_job("dp8", "lm"))  # 16 rows of 12 tokens
+  job = make_job("dp8", "lm")
+  meter = Meter(job.batches, model_spec(job.config), job.mesh)  # 16 rows of 12 tokens
   now[0] = 150.0
   meter.start(1, wait_seconds=3.0)
   now[0] = 160.0
@@ -68,7 +68,7 @@ def test_peak_bytes_if_the_device_reports_them():
     memory_stats=lambda: {"peak_bytes_in_use": 12345, "bytes_limit": 90 * 2**30},
   )
   mesh = types.SimpleNamespace(local_devices=[device], size=8)
-  meter = Meter(dataclasses.replace(job, mesh=mesh))
+  meter = Meter(job.batches, model_spec(job.config), mesh)
   meter.start(1, wait_seconds=0.0)
   values = meter.lap(2, wait_seconds=0.0)
   assert values["peak_bytes"] == 12345
@@ -106,13 +106,13 @@ def test_rates_are_those_of_the_stages_of_ramps(monkeypatch):
   plain, job = make_job("dp8", "lm"), make_job("dp8", "lm", **ramps)
   device = types.SimpleNamespace(device_kind="NVIDIA H200", memory_stats=dict)
   mesh = types.SimpleNamespace(local_devices=[device], size=8)
-  meter = Meter(dataclasses.replace(job, mesh=mesh))
+  meter = Meter(job.batches, model_spec(job.config), mesh)
   meter.start(3, wait_seconds=0.0)
   now[0] = 10.0
   values = meter.lap(8, wait_seconds=0.0)  # steps 4 and 5 of 8 rows, 6 to 8 of 16
   assert values["tokens_per_second"] == pytest.approx((2 * 8 + 3 * 16) * 12 / 10)
   # Only step 8 has rows of 12 tokens; attention of half a row costs a quarter.
-  whole, config = MODELS["transformer"].train_flops_per_example(plain.config), plain.config
+  whole, config = model_spec(plain.config).train_flops_per_example(), plain.config
   m = config.model
   attention = 12 * m.layers * m.heads * m.head_size * 12**2
   flops = 16 * whole + (2 * 8 + 2 * 16) * (whole - attention / 2)

@@ -15,7 +15,8 @@ import pytest
 from etils import epath
 
 from configs import base
-from training.metrics.tracker_sink import TRACKERS, SinkError, TrackerSink
+from training.metrics.built_in_sinks import SinkError, TrackerSink
+from training.metrics.sinks import TRACKERS
 
 pytestmark = pytest.mark.sinks
 ROOT = pathlib.Path(__file__).parents[3]
@@ -26,7 +27,7 @@ KILLED = """
 import json, os, signal, sys, time
 from etils import epath
 from tests.training.metrics.test_tracker import config_of
-from training.metrics.tracker_sink import TrackerSink
+from training.metrics.built_in_sinks import TrackerSink
 workdir = epath.Path(sys.argv[1])
 sinks = [TrackerSink(name, config_of(), workdir, 0) for name in json.loads(sys.argv[2])]
 print(*(sink._process.pid for sink in sinks), flush=True)

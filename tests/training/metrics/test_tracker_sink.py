@@ -1,4 +1,4 @@
-"""training/metrics/tracker_sink.py: whatever a tracker's package does, the run goes its way.
+"""training/metrics/built_in_sinks.py: whatever a tracker's package does, the run goes its way.
 
 The package is one of this test, in the process that the real ones have (test_tracker.py).
 """
@@ -15,9 +15,9 @@ import pytest
 from etils import epath
 
 from configs import base
-from training.metrics import sinks, tracker_sink
+from training.metrics import built_in_sinks, sinks
+from training.metrics.built_in_sinks import SinkError, TrackerSink
 from training.metrics.sinks import Sinks
-from training.metrics.tracker_sink import SinkError, TrackerSink
 
 # Appends what it is given to a file, and does what BEHAVIOR says.
 PACKAGE = """
@@ -54,7 +54,7 @@ def init(**arguments):
 def behave(monkeypatch, tmp_path):
   """Returns a function that sets how the package behaves, and returns the file that it keeps."""
   (tmp_path / "package").mkdir()
-  for name in tracker_sink.TRACKERS:
+  for name in sinks.TRACKERS:
     (tmp_path / "package" / f"{name}.py").write_text(PACKAGE)
   monkeypatch.setenv("PYTHONPATH", str(tmp_path / "package"))
   monkeypatch.setenv("KEPT", str(tmp_path / "kept"))
@@ -175,9 +175,11 @@ def test_a_process_that_is_suspended_does_not_block_the_run(behave, tmp_path):
 @pytest.mark.parametrize("after", [-1.0, 1.0])
 def test_a_stop_before_or_during_the_wait_shortens_it(behave, tmp_path, monkeypatch, after):
   behave("hang in log")
-  monkeypatch.setattr(tracker_sink, "_STOPPING_SECONDS", 0.5)
+  monkeypatch.setattr(built_in_sinks, "_STOPPING_SECONDS", 0.5)
   began = time.monotonic()
-  monkeypatch.setattr(tracker_sink.preemption, "current", lambda: time.monotonic() > began + after)
+  monkeypatch.setattr(
+    built_in_sinks.preemption, "current", lambda: time.monotonic() > began + after
+  )
   sink = TrackerSink("trackio", config_of(60.0), epath.Path(tmp_path), 0)
   sink.write(1, {"loss": 1.0})
   with pytest.raises(SinkError, match=r"within 0\.5 s"):
@@ -188,7 +190,7 @@ def test_a_stop_before_or_during_the_wait_shortens_it(behave, tmp_path, monkeypa
 def test_trackers_that_hang_are_waited_for_together(behave, tmp_path):
   behave("hang in import")
   said, config = [], config_of(1.5)
-  config.metrics.sinks = tracker_sink.TRACKERS
+  config.metrics.sinks = sinks.TRACKERS
   made = Sinks(config, epath.Path(tmp_path), 0, said.append)
   made.write(1, {"loss": 1.0})
   began = time.monotonic()
@@ -222,7 +224,7 @@ def test_after_a_kill_of_the_run_it_delivers_what_it_was_sent_and_ends(
   start = {"project": "digits", "name": "first", "folder": str(tmp_path), "config": {"seed": 0}}
   lines = [{**start, "state": None, "wait_seconds": 0.5 if code else 60.0}, [1, {"loss": 1.0}]]
   process = subprocess.Popen(
-    [sys.executable, "-P", tracker_sink.SCRIPT, "trackio"],
+    [sys.executable, "-P", built_in_sinks.SCRIPT, "trackio"],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
   )

@@ -12,6 +12,7 @@ from partitioning.rules import named_leaves
 from training.optimizers.build import make_optimizer
 from training.optimizers.low_precision import Blocks, decode_blocks
 from training.optimizers.spec import optimizer_spec
+from training.specs import resolve
 from training.step import make_program
 
 SHAPES = {
@@ -182,7 +183,7 @@ def test_an_optimizer_without_moments_is_refused(name, dtype, overrides, said):
 
 def test_bfloat16_parameters_do_not_need_an_optimizer_with_moments():
   keys = {"optimizer.name": "sgd", "training.parameter_dtype": "bfloat16", **NO_DECAY}
-  program = make_program(config_of(**keys))
+  program = make_program(resolve(config_of(**keys)))
   assert not any(x.ndim for x in jax.tree.leaves(program.abstract_state().optimizer))
 
 

@@ -19,6 +19,7 @@ from training.optimizers import build, groups
 from training.optimizers.build import make_optimizer
 from training.optimizers.first_order import averaged, gradient_point
 from training.optimizers.spec import optimizer_spec
+from training.specs import resolve
 from training.step import make_program
 
 RATE, RATIO = 2e-3, 4  # the recipe's learning rate; the model's width over the base width
@@ -30,7 +31,7 @@ LION = {"optimizer.name": "lion", "optimizer.learning_rate": RATE}
 
 @functools.cache
 def shapes(recipe):
-  return make_program(config_of("adamw", recipe)).params
+  return make_program(resolve(config_of("adamw", recipe))).params
 
 
 def config_of(name, recipe="mlp", /, **overrides):

@@ -2,8 +2,10 @@
 
 import pytest
 
+from commands import config as verb
+from commands import config_flag
 from configs import base
-from configs.schema import finalize, origins
+from configs.schema import finalize
 from partitioning.mesh_sizes import resolve_sizes
 
 
@@ -14,13 +16,12 @@ def found(argument, overrides=None, *, mesh=None, platform="cpu"):
     (config[section] if section else config)[name] = value
   sizes = resolve_sizes(config.mesh.to_dict(), None)
   final, choices = finalize.with_choices(config, platform, sizes)
-  origin = origins.find(
-    *(config, final, choices),
-    **{"file": "f.py", "overridden": overrides or {}, "platform": platform, "sizes": sizes},
-  )
-  assert {*origin} == {key for key, _ in origins.leaves(final)}
-  assert {one.kind for one in origin.values()} <= {*origins.KINDS}
-  return {key: (one.kind, one.source) for key, one in origin.items()}
+  elsewhere = [finalize.finalize(config, one, sizes) for one in {*verb.PLATFORMS} - {platform}]
+  given = {"file": "f.py", "overridden": overrides or {}, "elsewhere": elsewhere}
+  origin = verb.origins(config, final, choices, platform=platform, **given)
+  assert {*origin} == {key for key, _ in config_flag.leaves(final)}
+  assert {kind for kind, _ in origin.values()} <= {*verb.KINDS}
+  return origin
 
 
 def test_a_preset():

@@ -1,9 +1,12 @@
-"""The section `model` of a decoder; the defaults are those of the recipe `lm`."""
+"""The section `model`, by kind of model; a decoder's defaults are those of the recipe `lm`."""
 
 from configs.keys.row import ACCEPT, MAY_CHANGE, Key, Rows, Unset
 from runtime.forms import MOST_LAYERS
 
 MOST_HEADS = 2**16  # or experts: refusals list how they can be divided
+EXPERTS, ROTARY = "model.experts", "model.positions=rotary"
+LATENT, GROUPED_QUERY = "model.attention=latent", "model.attention=grouped_query"
+
 DECODER: Rows = {
   "name": Key("transformer", ""),
   "layers": Key(3, "transformer blocks", unit="layers", most=MOST_LAYERS),
@@ -23,17 +26,21 @@ DECODER: Rows = {
     "per token (multi-head latent attention, DeepSeek)",
     choices=("grouped_query", "latent"),
   ),
-  "latent_size": Key(0, "of latent attention: numbers of that vector", unit="dims", least=0),
+  "latent_size": Key(
+    0, "of latent attention: numbers of that vector", unit="dims", least=0, needs=LATENT
+  ),
   "query_latent_size": Key(
     0,
     "of a latent vector of the queries; 0: they have none",
     unit="dims",
     least=0,
+    needs=LATENT,
   ),
   "latent_norm_epsilon": Key(
     1e-06,
     "of the norms of latent vectors; the others have norm_epsilon",
     above=0,
+    needs=LATENT,
   ),
   "value_head_size": Key(Unset(int), "of latent attention; head_size", unit="dims"),
   "heads": Key(8, "query heads", unit="heads", most=MOST_HEADS),
@@ -56,24 +63,27 @@ DECODER: Rows = {
     "of queries, and of a key that all heads share",
     unit="dims",
     least=0,
+    needs=ROTARY,
   ),
   "rotary_pairs": Key(
     "halves",
     "dims that are rotated together: i, i + h, or adjacent: 2i, 2i + 1",
     choices=("halves", "adjacent"),
+    needs=ROTARY,
   ),
   "rotary_scaling": Key(
     (),
     "For rows longer than pretraining: linear, dynamic, yarn, longrope or llama3, with its "
     'numbers: ("yarn", {"factor": 4.0, "original_length": 32768}); four numbers are llama3\'s '
     "(factor, low, high, original length); (): none",
+    needs=ROTARY,
   ),
   "local_rotary_base": Key(
     0.0,
     "theta of sliding-window layers; 0: rotary_base with rotary_scaling",
     least=0,
   ),
-  "local_rotary_scaling": Key((), "of local_rotary_base, as rotary_scaling"),
+  "local_rotary_scaling": Key((), "of local_rotary_base, as rotary_scaling", needs=ROTARY),
   "window": Key(
     0,
     "sliding-window attention: tokens that a token attends to; 0: all",
@@ -97,12 +107,15 @@ DECODER: Rows = {
   "norm_scale_from_one": Key(False, "the stored scale is added to one (Gemma)"),
   "pre_norms": Key(True, "normalize the inputs of attention and MLP"),
   "post_norms": Key(False, "normalize the outputs: also (Gemma 2), or instead (OLMo 2)"),
-  "query_key_norm": Key(False, "RMSNorm of each query and key head"),
-  "query_key_norm_across_heads": Key(False, "of all heads of a token at once (OLMo 2)"),
+  "query_key_norm": Key(False, "RMSNorm of each query and key head", needs=GROUPED_QUERY),
+  "query_key_norm_across_heads": Key(
+    False, "of all heads of a token at once (OLMo 2)", needs="model.query_key_norm"
+  ),
   "clip_qkv": Key(
     0.0,
     "Largest magnitude of queries, keys and values, after their norms (OLMoE); 0: any",
     least=0,
+    needs=GROUPED_QUERY,
   ),
   "biases": Key(
     "none",
@@ -125,95 +138,95 @@ DECODER: Rows = {
     least=0,
     most=MOST_HEADS,
   ),
-  "experts_per_token": Key(2, "top-k", unit="experts", readers=("experts",)),
+  "experts_per_token": Key(2, "top-k", unit="experts", needs=EXPERTS),
   "expert_feedforward_size": Key(Unset(int), "of an expert; feedforward_size", unit="dims"),
   "shared_feedforward_size": Key(
     0,
     "width of the shared experts together; 0: there are none",
     unit="dims",
     least=0,
-    readers=("experts",),
+    needs=EXPERTS,
   ),
   "dense_layers": Key(
     0,
     "the first layers, which have no experts",
     unit="layers",
     least=0,
-    readers=("experts",),
+    needs=EXPERTS,
   ),
   "sparse_every": Key(
     1,
     "of the layers after those each so many-th has experts",
     unit="layers",
-    readers=("experts",),
+    needs=EXPERTS,
   ),
   "mlp_only_layers": Key(
     (),
     "further layers without experts, by their numbers from 0 on: (3, 5)",
-    readers=("experts",),
+    needs=EXPERTS,
   ),
   "router_scores": Key(
     "softmax",
     "softmax, sigmoid (DeepSeek-V3), or softmax_of_chosen: over the chosen logits alone (gpt-oss)",
     choices=("softmax", "sigmoid", "softmax_of_chosen"),
-    readers=("experts",),
+    needs=EXPERTS,
   ),
   "router_normalized": Key(
     True,
     "the gates of a token are divided by their sum",
-    readers=("experts",),
+    needs=EXPERTS,
   ),
-  "router_scale": Key(1.0, "factor of the gates", finite=True, readers=("experts",)),
+  "router_scale": Key(1.0, "factor of the gates", above=0, needs=EXPERTS),
   "router_groups": Key(
     1,
     "of experts, from the best of which a token's are chosen",
     unit="groups of experts",
-    readers=("experts",),
+    needs=EXPERTS,
   ),
   "router_top_groups": Key(
     1,
     "how many are the best",
     unit="groups of experts",
-    readers=("experts",),
+    needs=EXPERTS,
   ),
   "router_group_score": Key(
     "max",
     "the largest score (DeepSeek-V2), or top2: sum of two (V3)",
     choices=("max", "top2"),
-    readers=("experts",),
+    needs=EXPERTS,
   ),
   "router_bias": Key(
     False,
     "a trained bias of the router's logits (gpt-oss)",
-    readers=("experts",),
+    needs=EXPERTS,
   ),
   "router_correction": Key(
     False,
     "A bias of the scores by which experts are chosen, moved by training.router_bias_rate (V3)",
-    readers=("experts",),
+    needs=EXPERTS,
   ),
-  "expert_biases": Key(False, "of an expert's gate, up and down (gpt-oss)", readers=("experts",)),
+  "expert_biases": Key(False, "of an expert's gate, up and down (gpt-oss)", needs=EXPERTS),
   "gate_limit": Key(
     0.0,
     "largest gate, and largest magnitude of up, in experts (gpt-oss); 0: none",
-    finite=True,
-    readers=("experts",),
+    least=0,
+    needs=EXPERTS,
   ),
-  "up_offset": Key(0.0, "added to up in experts (gpt-oss)", finite=True, readers=("experts",)),
+  "up_offset": Key(0.0, "added to up in experts (gpt-oss)", finite=True, needs=EXPERTS),
   # On resume: the same sums in another order, as with another mesh.
   "expert_exchange": Key(
     "rounds",
     "How tokens reach experts on other devices: rounds of all-to-all, or gathered",
     choices=("rounds", "gathered"),
     resume=MAY_CHANGE,
-    readers=("experts",),
+    needs=EXPERTS,
   ),
   "expert_capacity": Key(
     1.25,
     "Rows of the buffer between two devices, relative to the mean: memory and speed, not results",
-    finite=True,
+    above=0,
     resume=MAY_CHANGE,
-    readers=("experts",),
+    needs=EXPERTS,
   ),
   "attention_scale": Key(
     Unset(float),
@@ -223,19 +236,24 @@ DECODER: Rows = {
   "attention_scale_by_inverse_layer": Key(
     False,
     "Scores of the n-th layer, counted from 1, are divided by n (GPT-2)",
+    needs=GROUPED_QUERY,
   ),
   "attention_soft_cap": Key(0.0, "soft-capping of the scaled scores; 0: off", least=0),
   "attention_sinks": Key(
     False,
     "a learned score per head in the softmax, without a value (gpt-oss)",
+    needs=GROUPED_QUERY,
   ),
   "logits_soft_cap": Key(0.0, "soft-capping of the logits; 0: off", least=0),
   "scaled_embeddings": Key(False, "multiply embeddings by model_size**0.5 (base_width**0.5)"),
-  "embedding_multiplier": Key(1.0, "factor of the embeddings (Granite)"),
-  "residual_multiplier": Key(1.0, "factor of what attention and MLP add to the residual (Granite)"),
+  "embedding_multiplier": Key(1.0, "factor of the embeddings (Granite)", above=0),
+  "residual_multiplier": Key(
+    1.0, "factor of what attention and MLP add to the residual (Granite)", above=0
+  ),
   "logits_divisor": Key(
     1.0,
     "divides the logits, before their soft cap (Granite's logits_scaling)",
+    above=0,
   ),
   # On resume: a schedule over mesh.context, which may change as well.
   "context_attention": Key(
@@ -249,11 +267,41 @@ DECODER: Rows = {
     "1; tied: model_size**-0.5, or with base_width base_width**-0.5",
     least=0,
   ),
-  "dropout_rate": Key(0.0, "of the outputs of attention and MLP", resume=ACCEPT),
+  "dropout_rate": Key(0.0, "of the outputs of attention and MLP", least=0, below=1, resume=ACCEPT),
   "tied_embeddings": Key(False, "compute the logits with the embedding table"),
   "separate_documents": Key(
     Unset(bool),
     "Intra-document attention masking; positions restart. By default with data that are read from"
     " files, not with TFDS data sets",
   ),
+}
+
+MLP: Rows = {
+  "name": Key("mlp", ""),
+  "input_size": Key(Unset(int), "values per image", unit="values"),
+  "model_size": Key(128, "width of the residual stream", unit="dims"),
+  "feedforward_size": Key(Unset(int), "as model_size", unit="dims"),
+  "base_width": Key(
+    0,
+    "muP: the width at which learning rates were tuned; 0: off",
+    unit="dims",
+    least=0,
+  ),
+  "output_size": Key(Unset(int), "classes", unit="classes"),
+  "bias_standard_deviation": Key(0.0, "of initial biases", least=0),
+}
+
+VIT: Rows = {
+  "name": Key("vit", ""),
+  "input_size": Key(Unset(int), "values per image", unit="values"),
+  "channels": Key(1, "of an image: 3 of a coloured one", unit="channels"),
+  "image_size": Key(Unset(int), "pixels of a side; follows from input_size", unit="pixels"),
+  "patch_size": Key(2, "pixels of a patch's side", unit="pixels"),
+  "layers": Key(2, "transformer blocks", unit="layers", most=MOST_LAYERS),
+  "model_size": Key(64, "width of the residual stream", unit="dims"),
+  "feedforward_size": Key(256, "hidden width of the MLP", unit="dims"),
+  "heads": Key(4, "query heads", unit="heads"),
+  "norm_epsilon": Key(1e-06, "added to the variance", above=0),
+  "dropout_rate": Key(0.2, "of the outputs of attention and MLP", least=0, below=1, resume=ACCEPT),
+  "output_size": Key(Unset(int), "classes", unit="classes"),
 }

@@ -8,7 +8,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import base
-from configs.schema import finalize, model_checks, recipes, unused, validate
+from configs.keys import table
+from configs.schema import finalize, recipes, validate
 from configs.schema.axis_tables import AXIS_TABLES
 from models import MODELS
 from partitioning.mesh_sizes import resolve_sizes
@@ -29,7 +30,7 @@ def finalized(recipe, **overrides):
 
 
 def lines(recipe, **overrides):
-  return list(unused.wrong(finalized(recipe, **overrides)))
+  return list(validate.unread_errors(finalized(recipe, **overrides), SIZES))
 
 
 SGD = {"optimizer.name": "sgd"}
@@ -93,18 +94,18 @@ def test_the_recipe_s_own_values_and_those_that_turn_a_key_off_are_accepted(reci
 def test_what_compare_exchanges_the_optimizer_of_is_not_refused():
   config = base.get_config("lm")
   config.optimizer.beta_1, config.optimizer.name = 0.7, "sgd"
-  assert list(unused.wrong(finalize.finalize(config, "cpu"))) != []
-  unused.reset(config)
-  assert list(unused.wrong(finalize.finalize(config, "cpu"))) == []
+  assert list(validate.unread_errors(finalize.finalize(config, "cpu"), SIZES)) != []
+  validate.reset_optimizer(config)
+  assert list(validate.unread_errors(finalize.finalize(config, "cpu"), SIZES)) == []
 
 
 @pytest.fixture
 def register(monkeypatch):
   """Returns a function that registers an entry as a config file does, for one test."""
 
-  def add(table, name, value):
-    monkeypatch.setitem(table, name, value)
-    monkeypatch.setitem(table.origins, name, pathlib.Path("mine.py"))
+  def add(registry, name, value):
+    monkeypatch.setitem(registry, name, value)
+    monkeypatch.setitem(registry.origins, name, pathlib.Path("mine.py"))
 
   return add
 
@@ -184,16 +185,10 @@ class Recording(ConfigDict):
 SECTIONS = ("model", "training", "optimizer", "partitioning")
 # Read by the loop, or before a job is prepared.
 ELSEWHERE = {
-  "training.pipeline",  # where mesh.stage is set; refused where it is not
-  "training.pipeline_chunks",
-  "training.pipeline_ends",
-  "training.pipeline_gather",
-  "training.microbatches",
+  *table.needing("mesh.stage"),  # where that is set; refused where it is not
   "model.global_every",  # where model.window is set; refused where it is not
-  *model_checks.EXPERTS_OFF,  # where model.experts is set; refused where it is not
-  *model_checks.EXPERTS_TRAINING_OFF,
+  *table.needing("model.experts"),  # where that is set; refused where it is not
   "model.expert_feedforward_size",
-  "training.grouped_matmul",
   "model.latent_norm_epsilon",  # where model.attention is latent; refused where it is not
   "model.base_head_size",  # where model.base_width is set; refused where it is not
   "model.vocabulary_size",  # by vocabulary_multiple's rounding; the sampler
@@ -226,12 +221,13 @@ def test_every_key_is_read_or_listed(recipe):
   job = prepare(Recording(config, "", read), Devices("cpu", True, SIZES))
   with job.tracing():
     jax.eval_shape(job.program.train_step, job.state, job.batch)
-  listed = set(unused.of_model(config))
-  listed |= set(unused.of_task(config)) | ELSEWHERE
+  listed = set(validate.unread(config)) | ELSEWHERE
   optimizer_keys = optimizer.optimizer_keys(config.optimizer.name)
   listed |= {f"optimizer.{key}" for key in ("beta_1", "beta_2", "epsilon", "momentum")}
   listed |= {"optimizer.weight_decay", "optimizer.independent_weight_decay"}
   listed |= set() if TASKS[config.task].of_tokens else OF_TOKENS
   listed -= {f"optimizer.{key}" for key in optimizer_keys}
   unread = {key for key in keys if key not in read} - listed
-  assert unread == set(), "put a key in ELSEWHERE if the loop reads it, else in schema/unused.py"
+  assert unread == set(), (
+    "put a key in ELSEWHERE if the loop reads it, else say in its row who does"
+  )

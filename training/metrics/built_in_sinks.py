@@ -1,4 +1,4 @@
-"""Sinks for experiment trackers: W&B, MLflow, Trackio, Aim, each in a process of its own.
+"""The project's own sinks: a CSV file, and experiment trackers, each in a process of its own.
 
 A tracker's package may print, hang, replace `sys.exit`, or need other versions of our libraries. In
 a process of its own (tracker.py) it cannot harm the run, which never waits for it but at its end,
@@ -6,6 +6,8 @@ for at most `metrics.sink_wait_seconds`.
 """
 
 import contextlib
+import csv
+import io
 import json
 import os
 import pathlib
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from etils import epath
@@ -24,13 +26,65 @@ from processes import preemption
 from runtime import files
 from training.checkpointing import resume_policy
 from training.metrics import log_lines
-from training.metrics.append_log import Lines
+from training.metrics.log_lines import LogFile
 
 SCRIPT = pathlib.Path(__file__).with_name("tracker.py")
 STATES = "sinks.json"
-TRACKERS = ("aim", "mlflow", "trackio", "wandb")  # also the names of their packages
 _STOPPING_SECONDS = 5.0  # the longest wait where the run was asked to stop
 _PAUSE_SECONDS = 0.05
+CSV_FILE = "metrics.csv"
+
+
+class CsvSink:
+  """Rows with a cell for each metric that any row so far has; empty where a row has none.
+
+  Like metrics.jsonl it has the rows of steps that count: after a resume or a rollback, rows of
+  later steps are gone. A full disk is waited for, as by metrics.jsonl.
+  """
+
+  def __init__(self, config: Any, workdir: epath.Path, step: int):
+    """Writes the rows of metrics.jsonl up to a step; see `sinks.SINKS` for the arguments."""
+    del config
+    lines, _ = log_lines.split(LogFile(workdir / log_lines.FILE).read())
+    kept = [
+      one.values for one in lines if not {log_lines.TIMES, log_lines.ROLLED_BACK} & {*one.values}
+    ]
+    self._rows: list[Mapping[str, Any]] = [row for row in kept if row["step"] <= step]
+    self._columns: list[str] = ["step"]
+    self._file = LogFile(workdir / CSV_FILE)
+    self._rewrite()
+
+  def write(self, step: int, values: Mapping[str, float]) -> None:
+    """Appends a row; a metric that is new rewrites the file with its column."""
+    row = {"step": step, **values}
+    self._rows.append(row)
+    if row.keys() <= {*self._columns}:
+      self._file.append(self._text([row]))
+    else:
+      self._rewrite()
+
+  def on_rollback(self, step: int) -> None:
+    """Drops the rows of later steps."""
+    self._rows = [row for row in self._rows if row["step"] <= step]
+    self._rewrite()
+
+  def close(self) -> None:
+    """Writes what a full disk has not taken; raises OSError if it still does not."""
+    self._file.flush()
+    if self._file.waiting:
+      raise OSError(self._file.waiting)
+
+  def _rewrite(self) -> None:
+    self._columns = [
+      *dict.fromkeys(name for row in [dict.fromkeys(self._columns), *self._rows] for name in row)
+    ]
+    header = dict(zip(self._columns, self._columns, strict=True))
+    self._file.replace([self._text([header, *self._rows])])
+
+  def _text(self, rows: Iterable[Mapping[str, Any]]) -> bytes:
+    text = io.StringIO()
+    csv.DictWriter(text, self._columns, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()
 
 
 class SinkError(Exception):
@@ -53,7 +107,7 @@ class TrackerSink:
     states = _states(workdir) if step else {}  # a run that starts from scratch is another one
     self._sent = {}
     if name in states:
-      lines, _ = log_lines.split(Lines(workdir / log_lines.FILE).read())
+      lines, _ = log_lines.split(LogFile(workdir / log_lines.FILE).read())
       self._sent = {_key(one.values["step"], one.values): _main(one.values) for one in lines}
     folder = workdir.parent if files.is_local(workdir) else epath.Path.cwd()
     start = {
