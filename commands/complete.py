@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,25 +57,14 @@ def main(arguments: Sequence[str]) -> None:
 
 def split(line: str) -> list[str]:
   """Returns the words behind main.py, the last of them being typed, without their quotes."""
-  words, word, quote, there = [], "", "", False
-  characters = iter(line)
-  for character in characters:
-    if character == "\\" and quote != "'":
-      word, there = word + next(characters, ""), True
-    elif quote:
-      quote, word = ("", word) if character == quote else (quote, word + character)
-    elif character in "'\"":
-      quote, there = character, True
-    elif character.isspace():
-      words += [word] if word or there else []
-      word, there = "", False
-    else:
-      word += character
-  words.append(word)
-  at = max(
-    (i for i, one in enumerate(words[:-1]) if os.path.basename(one) == "main.py"), default=-1
-  )
-  return words[at + 1 :]
+  words: list[str] = []
+  for quote in ("", "'", '"'):  # one of which may be open
+    with contextlib.suppress(ValueError):
+      words = shlex.split(f"{line}\0{quote}")  # so that the last one is there where it is empty
+      break
+  words = [word.removesuffix("\0") for word in words]
+  names = [os.path.basename(word) for word in words[:-1]]
+  return words[len(names) - names[::-1].index("main.py") if "main.py" in names else 0 :]
 
 
 # ------------------------------ what there is ------------------------------
@@ -127,63 +117,65 @@ def candidates(words: Sequence[str], word: str, known: Mapping) -> Found:
     word: as far as it is typed.
     known: of `index`.
   """
-  before = words[-1] if words else ""
-  name = before[2:].replace("-", "_")
-  waits = before.startswith("--") and "=" not in before and _takes_value(name, known)
+  verb, given, waits = _parse(words, known)
+  keys = _keys(given.get("config"), known)
   if waits:
-    found = _values(name, word, words, known)
+    found = _values(waits, word, keys, known)
   elif word.startswith("--") and "=" in word:
     flag, _, value = word.partition("=")
-    found = (
-      (f"{flag}={v}", w) for v, w in _values(flag[2:].replace("-", "_"), value, words, known)
-    )
+    found = ((f"{flag}={v}", what) for v, what in _values(_name(flag), value, keys, known))
   elif word.startswith("-"):
-    found = _flags(words, word, known)
+    found = _flags(verb, given, word, keys, known)
   else:
-    found = _words(words, word, known)
+    found = _words(verb, given, word, keys, known)
   yield from {name: what for name, what in found if name.startswith(word)}.items()
 
 
-def _takes_value(name: str, known: Mapping) -> bool:
-  of_key = name.partition(".")[0] in _CONFIGS and "." in name
-  return of_key or (name in known["flags"] and not known["flags"][name]["bool"])
+def _name(flag: str) -> str:
+  """Returns `accept_changes` of `--accept-changes`."""
+  return flag[2:].replace("-", "_")
 
 
-def _verb(words: Sequence[str], known: Mapping) -> str:
-  """Returns the first word that is no flag, nor the value of one."""
-  for before, word in zip(["", *words], words, strict=False):
-    name = before[2:].replace("-", "_")
-    value = before.startswith("--") and "=" not in before and _takes_value(name, known)
-    if not word.startswith("-") and not value:
-      return word
-  return ""
+def _parse(words: Sequence[str], known: Mapping) -> tuple[str, dict[str, str], str]:
+  """Returns the verb, or ""; flag -> its value, of those that are given; the flag that waits."""
+  verb, given, waits = "", {}, ""
+  for word in words:
+    name, equals, value = word.partition("=")
+    if waits:
+      given[waits], waits = word, ""
+    elif not word.startswith("-"):
+      verb = verb or word
+    elif word.startswith("--"):
+      name = _name(name)
+      given[name] = value
+      of_key = name.partition(".")[0] in _CONFIGS and "." in name
+      takes = of_key or (name in known["flags"] and not known["flags"][name]["bool"])
+      waits = name if takes and not equals else ""
+  return verb, given, waits
 
 
-def _words(words: Sequence[str], word: str, known: Mapping) -> Found:
-  verb = _verb(words, known)
-  if not verb:
+def _words(
+  verb: str, given: Mapping[str, str], word: str, keys: Mapping[str, Sequence], known: Mapping
+) -> Found:
+  if verb in ("", "help"):
     yield from ((f"{name} ", what) for name, what in known["verbs"].items())
-    yield "help ", "verbs, flags, config keys"
-  elif verb == "help":
-    yield from ((f"{name} ", what) for name, what in known["verbs"].items())
-    yield "keys ", "all config keys"
-    yield from _dotted(word, _keys(words, known), " ")
-  elif verb == "completion":
+    yield ("keys ", "all config keys") if verb else ("help ", "verbs, flags, config keys")
+  if verb in ("help", "config"):
+    yield from _dotted(word, keys, " ")
+  if verb == "completion":
     yield from ((f"{shell} ", "") for shell in _SHELLS)
-  elif verb == "config":
-    yield from _dotted(word, _keys(words, known), " ")
   if verb != "help" and not word:
-    yield from _flags(words, "--", known)
+    yield from _flags(verb, given, "--", keys, known)
 
 
-def _flags(words: Sequence[str], word: str, known: Mapping) -> Found:
+def _flags(
+  verb: str, given: Mapping[str, str], word: str, keys: Mapping[str, Sequence], known: Mapping
+) -> Found:
   for flag in _CONFIGS:
     if word.startswith(f"--{flag}."):
-      keys = _keys(words, known)
       yield from _dotted(word, keys, "=", f"--{flag}.")
       return
-  verb = _verb(words, known) or "train"
-  given = {one[2:].partition("=")[0].replace("-", "_") for one in words if one.startswith("--")}
+  verb = verb or "train"
   for name, flag in known["flags"].items():
     taken = flag["verbs"] is None or verb in flag["verbs"]
     if taken and (name not in given or flag["many"]):
@@ -208,39 +200,28 @@ def _dotted(typed: str, keys: Mapping[str, Sequence], end: str, prefix: str = ""
       yield f"{prefix}{key}{end}", meaning
 
 
-def _keys(words: Sequence[str], known: Mapping) -> Mapping[str, Sequence]:
+def _keys(config: str | None, known: Mapping) -> Mapping[str, Sequence]:
   """Returns the keys of the recipe that `--config` names; of all where there is none."""
-  given = [value for name, value in _given(words) if name == "config"]
-  argument = (given[-1] if given else "").partition(":")[2]
+  file, _, argument = (config or "").partition(":")
   model = re.sub(r"^.*model=|,.*$", "", argument) if "=" in argument else argument
   if argument and model in known["keys"]:
     return known["keys"][model]
-  if given and not argument and f"{os.sep}experiments{os.sep}" not in given[-1]:
-    return known["keys"]["lm"]
-  if model in known["recipes"]:
+  experiment = f"{os.sep}experiments{os.sep}" in file
+  if model in known["recipes"] or (config is not None and not argument and not experiment):
     return known["keys"]["lm"]
   return {key: row for keys in reversed(known["keys"].values()) for key, row in keys.items()}
 
 
-def _given(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-  for word, after in zip(words, [*words[1:], ""], strict=True):
-    if word.startswith("--"):
-      name, equals, value = word[2:].partition("=")
-      yield name.replace("-", "_"), value if equals else after
-
-
-def _values(name: str, value: str, words: Sequence[str], known: Mapping) -> Found:
+def _values(name: str, value: str, keys: Mapping[str, Sequence], known: Mapping) -> Found:
   """Yields the values of a flag, or of a config key."""
   flag, dot, key = name.partition(".")
   if name in _CONFIGS:
     yield from _config(value, known)
   elif flag in _CONFIGS and dot:
-    keys = _keys(words, known)
     yield from ((f"{word} ", "") for word in (keys[key][0] if key in keys else ()))
     if key in _PATH_KEYS:
       yield from _paths(value)
   elif name == "set":
-    keys = _keys(words, known)
     key, equals, _ = value.partition("=")
     if equals:
       yield from ((f"{key}={word} ", "") for word in (keys[key][0] if key in keys else ()))
@@ -248,9 +229,7 @@ def _values(name: str, value: str, words: Sequence[str], known: Mapping) -> Foun
       yield from _dotted(value, keys, "=")
   elif name == "accept_changes":
     done = value[: value.rfind(",") + 1]
-    yield from (
-      (done + key, what) for key, what in _dotted(value[len(done) :], _keys(words, known), "")
-    )
+    yield from ((done + key, what) for key, what in _dotted(value[len(done) :], keys, ""))
   elif name in known["flags"]:
     row = known["flags"][name]
     yield from ((word if word.endswith(":") else f"{word} ", "") for word in row["values"])

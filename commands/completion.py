@@ -130,7 +130,7 @@ def index() -> dict[str, object]:
     "takes": {name: verb.config != "none" for name, verb in VERBS.items()},
     "flags": {
       flag.name: {
-        "help": help.said_by(flag),
+        "help": help.meaning(flag),
         "verbs": owners.get(flag.name),
         "bool": bool(flag.boolean),
         "many": isinstance(flag, absl_flags.MultiFlag),

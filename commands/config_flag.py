@@ -168,18 +168,15 @@ def load(flag: str, value: str) -> ConfigDict:
       raise  # the project's own refusal, such as that of an unknown recipe
     why = extensions.error_text(error)
     raise ValueError(f"--{flag}={value}: get_config of {path} fails: {why}") from error
-  missing = [key for key in base.get_config() if key not in config] if _is_config(config) else []
-  if missing or not _is_config(config):
-    what = f"a config without {', '.join(missing)}" if missing else f"a {type(config).__name__}"
+  what = "" if isinstance(config, ConfigDict) else f"a {type(config).__name__}"
+  if not what and (missing := [key for key in base.get_config() if key not in config]):
+    what = f"a config without {', '.join(missing)}"
+  if what:
     raise ValueError(
       f"--{flag}={value}: get_config of {path} returns {what}, not what base.get_config(recipe, "
       f"mesh=...) returns"
     )
   return config
-
-
-def _is_config(config: object) -> bool:
-  return isinstance(config, ConfigDict)
 
 
 def _module(flag: str, value: str):

@@ -18,110 +18,103 @@ from runtime.suggest import nearest
 
 _MOST_PROMPTS = 2**24  # bytes of a file with prompts
 
-CONFIG = config_flags.DEFINE_config_file(
-  "config", None, "Config file, optionally with a recipe: configs/dp8.py:mlp."
-)
-AGAINST = config_flags.DEFINE_config_file(
-  "against", None, "layout, compare: the other config; report: another run's workdir, repeatable."
-)
-AGAINST_RUN = flags.DEFINE_multi_string(
-  "against_run", [], "report: what --against becomes there, since it names no config."
-)
-SET = flags.DEFINE_multi_string("set", [], "compare: key=value for both configs; repeatable.")
-WIDTHS = flags.DEFINE_list(
-  "widths", [], "coordcheck: of the model, 64,128,256; by default 1/4, 1/2, 1 and 2 times its own."
-)
-STEPS = flags.DEFINE_integer("steps", 5, "coordcheck: optimizer steps at each width.")
-STEP = flags.DEFINE_integer("step", None, "replay: the step to compute again, counted from 1.")
-SVG = flags.DEFINE_string("svg", None, "coordcheck: the file for a picture.")
-HTML = flags.DEFINE_string("html", None, "layout, report: the file for the page.")
-TOPOLOGY = flags.DEFINE_string(
-  "topology", None, "v5p:4x4x4, v5p-128, 2xv6e-256 or h100:8; by default the attached devices."
-)
-AXES = flags.DEFINE_list(
-  "axes", [], "search: mesh axes whose size is searched; by default all that the model has use for."
-)
-BATCH_SIZES = flags.DEFINE_list(
-  "global_batch_sizes", [], "search: rows of a step to try: 64,128; by default the config's."
-)
-COMPILATIONS = flags.DEFINE_integer(
-  "compilations", 6, "search: the most settings that are compiled on each topology; 0: none."
-)
-PRICE = flags.DEFINE_multi_string(
-  "price", [], "search: CHIP=PRICE per chip-hour, such as v5p=4.2; repeatable."
-)
-JSON = flags.DEFINE_bool("json", False, "config: print JSON.")
-CHAPTER = flags.DEFINE_string("chapter", None, "tour: one chapter instead of all.")
-TRAIN_TOKENIZER = flags.DEFINE_integer(
-  "train_tokenizer", None, "prepare: train a byte-level BPE of so many tokens on data.files first."
-)
-WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; runs/CONFIG_RECIPE.")
-TASKS = flags.DEFINE_string(
-  "tasks", None, "evaluate: comma-separated .jsonl files of tasks, instead of the validation split."
-)
-CHECKPOINT = flags.DEFINE_string(
-  "checkpoint", None, "evaluate, sample, export: DIR[/STEP] to read."
-)
-TO = flags.DEFINE_string("to", None, "export: the folder to write; new, or empty.")
-MERGE = flags.DEFINE_bool(
-  "merge", False, "export: add LoRA's adapters to the kernels, instead of writing them alone."
-)
-DTYPE = flags.DEFINE_string(
-  "dtype", None, "export: of the weights; that of the model they came from, or the parameters'."
-)
-ACCEPT = flags.DEFINE_list(
-  "accept_changes",
-  [],
-  "train, replay: comma-separated config keys allowed to differ from the checkpoint.",
-)
-SIMULATE = flags.DEFINE_bool(
-  "simulate", False, "Use simulated CPU devices even if there is a GPU or TPU."
-)
-DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of a refusal.")
+# Flag -> the verbs that take it; of the other flags, all do.
+OWNERS: list[tuple[flags.FlagHolder, tuple[str, ...]]] = []
 
-PROMPT = flags.DEFINE_multi_string("prompt", [], "sample: a text to continue; repeatable.")
-PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "sample: a file with a prompt per line.")
-MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "sample: the most tokens per prompt.")
-TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "sample: 0 takes the likeliest token.")
-TOP_K = flags.DEFINE_integer("top_k", 0, "sample: draw among the k likeliest; 0 is off.")
-TOP_P = flags.DEFINE_float("top_p", 1.0, "sample: among the likeliest of this probability.")
-SEED = flags.DEFINE_integer("seed", 0, "sample: seed of the draws.")
-STOP = flags.DEFINE_multi_string("stop", [], "sample: a text that ends a row; repeatable.")
 
-CHAT = flags.DEFINE_bool("chat", False, "sample: a conversation by the tokenizer's chat template.")
-SYSTEM = flags.DEFINE_string("system", None, "sample --chat: the system message.")
-SYSTEM_FILE = flags.DEFINE_string("system_file", None, "sample --chat: the file of that message.")
+def _of(verbs: str, flag: flags.FlagHolder) -> flags.FlagHolder:
+  """Notes the verbs that take a flag, and returns it."""
+  OWNERS.append((flag, tuple(verbs.split())))
+  return flag
 
-SAMPLE_FLAGS = (PROMPT, PROMPT_FILE, MAX_NEW_TOKENS, TEMPERATURE, TOP_K, TOP_P, SEED, STOP)
-SAMPLE_FLAGS += (CHAT, SYSTEM, SYSTEM_FILE)
-PATHS = (WORKDIR, CHECKPOINT, TASKS, TO, HTML, SVG, PROMPT_FILE, SYSTEM_FILE)
-# The flags that not every verb takes.
-OWNERS = [
-  (TRAIN_TOKENIZER, ("prepare",)),
-  (CONFIG, tuple(name for name, verb in VERBS.items() if verb.config != "none")),
-  (
-    WORKDIR,
-    (
-      *("train", "evaluate", "sample", "export", "layout", "compare", "plan", "search", "doctor"),
-      *("report", "replay"),
-    ),
+
+_text, _texts, _list = flags.DEFINE_string, flags.DEFINE_multi_string, flags.DEFINE_list
+_number, _bool, _config = flags.DEFINE_integer, flags.DEFINE_bool, config_flags.DEFINE_config_file
+_OF_RUNS = "train evaluate sample export layout compare plan search doctor report replay"
+
+CONFIG = _of(
+  " ".join(name for name, verb in VERBS.items() if verb.config != "none"),
+  _config("config", None, "Config file, optionally with a recipe: configs/dp8.py:mlp."),
+)
+WORKDIR = _of(_OF_RUNS, _text("workdir", None, "Where the run is kept; runs/CONFIG_RECIPE."))
+SIMULATE = _bool("simulate", False, "Use simulated CPU devices even if there is a GPU or TPU.")
+DEBUG = _bool("debug", False, "Show the traceback of a refusal.")
+ACCEPT = _of(
+  "train replay",
+  _list("accept_changes", [], "Comma-separated config keys allowed to differ from the checkpoint."),
+)
+TRAIN_TOKENIZER = _of(
+  "prepare",
+  _number("train_tokenizer", None, "Train a byte-level BPE of so many tokens on data.files first."),
+)
+CHECKPOINT = _of("evaluate sample export", _text("checkpoint", None, "DIR[/STEP] to read."))
+TASKS = _of(
+  "evaluate",
+  _text("tasks", None, "Comma-separated .jsonl files of tasks, instead of the validation split."),
+)
+TO = _of("export", _text("to", None, "The folder to write; new, or empty."))
+MERGE = _of(
+  "export",
+  _bool("merge", False, "Add LoRA's adapters to the kernels, instead of writing them alone."),
+)
+DTYPE = _of(
+  "export",
+  _text("dtype", None, "Of the weights; that of the model they came from, or the parameters'."),
+)
+HTML = _of("layout report", _text("html", None, "The file for the page."))
+AGAINST = _of(
+  "layout compare report",
+  _config("against", None, "The other config; of report another run's workdir, repeatable."),
+)
+AGAINST_RUN = _of(
+  "report",
+  _texts("against_run", [], "What --against becomes: it names no config there."),
+)
+SET = _of("compare", _texts("set", [], "key=value for both configs; repeatable."))
+WIDTHS = _of(
+  "coordcheck",
+  _list("widths", [], "Of the model, 64,128,256; by default 1/4, 1/2, 1 and 2 times its own."),
+)
+STEPS = _of("coordcheck", _number("steps", 5, "Optimizer steps at each width."))
+SVG = _of("coordcheck", _text("svg", None, "The file for a picture."))
+STEP = _of("replay", _number("step", None, "The step to compute again, counted from 1."))
+TOPOLOGY = _of(
+  "plan search config",
+  _text(
+    "topology", None, "v5p:4x4x4, v5p-128, 2xv6e-256 or h100:8; by default the attached devices."
   ),
-  *((flag, ("coordcheck",)) for flag in (WIDTHS, STEPS, SVG)),
-  (TOPOLOGY, ("plan", "search", "config")),
-  *((flag, ("search",)) for flag in (AXES, BATCH_SIZES, COMPILATIONS, PRICE)),
-  (JSON, ("config",)),
-  (CHAPTER, ("tour",)),
-  (AGAINST, ("layout", "compare", "report")),
-  (AGAINST_RUN, ("report",)),
-  (SET, ("compare",)),
-  (HTML, ("layout", "report")),
-  (ACCEPT, ("train", "replay")),
-  (STEP, ("replay",)),
-  (CHECKPOINT, ("evaluate", "sample", "export")),
-  (TASKS, ("evaluate",)),
-  *((flag, ("export",)) for flag in (TO, MERGE, DTYPE)),
-  *((flag, ("sample",)) for flag in SAMPLE_FLAGS),
-]
+)
+AXES = _of(
+  "search",
+  _list("axes", [], "Mesh axes whose size is searched; by default all that the model has use for."),
+)
+BATCH_SIZES = _of(
+  "search",
+  _list("global_batch_sizes", [], "Rows of a step to try: 64,128; by default the config's."),
+)
+COMPILATIONS = _of(
+  "search",
+  _number("compilations", 6, "The most settings that are compiled on each topology; 0: none."),
+)
+PRICE = _of("search", _texts("price", [], "CHIP=PRICE per chip-hour, such as v5p=4.2; repeatable."))
+JSON = _of("config", _bool("json", False, "Print JSON."))
+CHAPTER = _of("tour", _text("chapter", None, "One chapter instead of all."))
+PROMPT = _of("sample", _texts("prompt", [], "A text to continue; repeatable."))
+PROMPT_FILE = _of("sample", _text("prompt_file", None, "A file with a prompt per line."))
+MAX_NEW_TOKENS = _of("sample", _number("max_new_tokens", 64, "The most tokens per prompt."))
+TEMPERATURE = _of("sample", flags.DEFINE_float("temperature", 1.0, "0 takes the likeliest token."))
+TOP_K = _of("sample", _number("top_k", 0, "Draw among the k likeliest; 0 is off."))
+TOP_P = _of("sample", flags.DEFINE_float("top_p", 1.0, "Among the likeliest of this probability."))
+SEED = _of("sample", _number("seed", 0, "Seed of the draws."))
+STOP = _of("sample", _texts("stop", [], "A text that ends a row; repeatable."))
+CHAT = _of("sample", _bool("chat", False, "A conversation by the tokenizer's chat template."))
+SYSTEM = _of("sample", _text("system", None, "With --chat: the system message."))
+SYSTEM_FILE = _of("sample", _text("system_file", None, "With --chat: the file of that message."))
+
+PATHS = (WORKDIR, CHECKPOINT, TASKS, TO, HTML, SVG, PROMPT_FILE, SYSTEM_FILE)
+# Which are the same on every process.
+_COMPARED = (CHECKPOINT, TASKS, ACCEPT, SIMULATE, TO, MERGE, DTYPE, WIDTHS, STEPS, STEP)
+_COMPARED += tuple(flag for flag, owners in OWNERS if owners == ("sample",))
 
 
 def command_line() -> str:
@@ -190,9 +183,7 @@ def given(flag: flags.FlagHolder) -> bool:
 
 def facts(verb: str) -> dict[str, object]:
   """Returns what the command line says besides the config: the same on every process."""
-  values = {flag.name: flag.value for flag in SAMPLE_FLAGS}
-  shown = (CHECKPOINT, TASKS, ACCEPT, SIMULATE, TO, MERGE, DTYPE, WIDTHS, STEPS, STEP)
-  values |= {flag.name: flag.value for flag in shown}
+  values = {flag.name: flag.value for flag in _COMPARED}
   return {"verb": verb, "workdir": str(workdir()), **values}
 
 

@@ -2,17 +2,17 @@
 
 import dataclasses
 import os
+import pathlib
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
 from absl import flags
-from ml_collections import ConfigDict
 
 from commands import config_flag
-from commands.verbs import VERBS, Verb
+from commands.verbs import VERBS
 from configs import base
 from configs.keys import table
 from configs.keys.row import Key
@@ -47,17 +47,13 @@ def text(argv: Sequence[str], owners: Mapping[str, Sequence[str]]) -> str:
   topics = _topics(argv)
   given = config_flag.config_values(argv, "config")
   config = config_flag.load("config", given[-1]) if given else base.get_config()
+  values = dict(config_flag.leaves(config))
   if "--helpfull" in argv:
-    return "\n\n".join(
-      [
-        _overview(),
-        *(_of_verb(verb, owners) for verb in VERBS),
-        *(_of_keys(section, config) for section in _sections(config)),
-      ]
-    )
+    verbs = (_of_verb(verb, owners) for verb in VERBS)
+    return "\n\n".join([_overview(), *verbs, *_all_keys(values)])
   if not topics:
     return _overview()
-  return "\n\n".join(_of_topic(topic, owners, config) for topic in topics)
+  return "\n\n".join(_of_topic(topic, owners, values) for topic in topics)
 
 
 def _topics(argv: Sequence[str]) -> list[str]:
@@ -89,9 +85,11 @@ def _overview() -> str:
   for name, verb in VERBS.items():
     lines.append(f"  {name:<{widest}}  {verb.summary}")
   recipe_names = ", ".join(recipes.RECIPES)
+  files = ", ".join(pathlib.PurePath(file).stem for file in config_flag.strategies())
+  codes = "; ".join(f"{code} {meaning}" for code, meaning in exit_codes.MEANINGS.items())
   lines += [
     "",
-    *_entry("FILE", f"a strategy, one of configs/*.py, or a file of your own: {_files()}"),
+    *_entry("FILE", f"a strategy, one of configs/*.py, or a file of your own: {files}"),
     *_entry("RECIPE", f"{recipe_names} (lm by default), or model=NAME,data=NAME"),
     *_entry("KEY", "one of the config's, such as training.steps or mesh.tensor"),
     "",
@@ -103,36 +101,26 @@ def _overview() -> str:
     *_wrapped(
       "As several processes, on one machine or many, each runs the same command (docs/running.md)."
     ),
-    *_wrapped(f"Exit codes: {_codes()} (docs/running.md)."),
+    *_wrapped(f"Exit codes: {codes} (docs/running.md)."),
   ]
   return "\n".join(lines)
 
 
-def _codes() -> str:
-  return "; ".join(f"{code} {meaning}" for code, meaning in exit_codes.MEANINGS.items())
-
-
-def _files() -> str:
-  names = [os.path.basename(file).removesuffix(".py") for file in config_flag.strategies()]
-  return ", ".join(names)
-
-
-def _of_topic(topic: str, owners: Mapping[str, Sequence[str]], config: ConfigDict) -> str:
+def _of_topic(topic: str, owners: Mapping[str, Sequence[str]], values: Mapping[str, object]) -> str:
   name = topic.lstrip("-").replace("-", "_")
+  own = {flag.name: flag for flag in own_flags()}
+  key = name.removeprefix("config.").rstrip(".")
+  is_key = any(dotted.startswith(key) for dotted in values)
   if name in VERBS:
     return _of_verb(name, owners)
-  own = {flag.name: flag for flag in own_flags()}
-  if name in own and topic.startswith("-"):
-    return _of_flag(own[name], owners)
-  key = name.removeprefix("config.").rstrip(".")
+  if name in own and (topic.startswith("-") or not is_key):
+    taken = f"Taken by {', '.join(owners.get(name, VERBS))}."
+    return "\n".join([*_flag_lines([own[name]]), "", *_wrapped(taken)])
   if key == KEYS:
-    return "\n\n".join(_of_keys(section, config) for section in _sections(config))
-  keys = [dotted for dotted, *_ in config_flag.keys(config)]
-  if any(dotted.startswith(key) for dotted in keys):
-    return _of_keys(key, config)
-  if name in own:
-    return _of_flag(own[name], owners)
-  known = [*VERBS, *own, *keys, *_sections(config), KEYS]
+    return "\n\n".join(_all_keys(values))
+  if is_key:
+    return _of_keys(key, config_flag.named([key], [*values]), values)
+  known = [*VERBS, *own, *values, *(dotted.partition(".")[0] for dotted in values), KEYS]
   raise ValueError(
     f"help {topic}: there is no verb, flag or config key of that name{nearest(key, known)} "
     f"({_COMMAND} help: the verbs; help {KEYS}: the keys)"
@@ -141,7 +129,10 @@ def _of_topic(topic: str, owners: Mapping[str, Sequence[str]], config: ConfigDic
 
 def _of_verb(name: str, owners: Mapping[str, Sequence[str]]) -> str:
   verb = VERBS[name]
-  lines = [f"{_usage(name, verb)}", "", *_wrapped(f"{name}: {verb.summary}. {verb.text}".strip())]
+  taken = "--config=FILE[:RECIPE]"
+  taken = {"required": taken, "optional": f"[{taken}]", "none": ""}[verb.config]
+  usage = " ".join(filter(None, (_COMMAND, name, verb.words, taken, "[--FLAG=VALUE ...]")))
+  lines = [usage, "", *_wrapped(f"{name}: {verb.summary}. {verb.text}".strip())]
   if verb.examples:
     lines += ["", "Examples:", *(f"  {_COMMAND} {example}" for example in verb.examples)]
   its = [flag for flag in own_flags() if name in owners.get(flag.name, VERBS)]
@@ -155,57 +146,40 @@ def _of_verb(name: str, owners: Mapping[str, Sequence[str]]) -> str:
   return "\n".join(lines)
 
 
-def _usage(name: str, verb: Verb) -> str:
-  taken = "--config=FILE[:RECIPE]"
-  taken = {"required": taken, "optional": f"[{taken}]", "none": ""}[verb.config]
-  words = [_COMMAND, name, verb.words, taken, "[--FLAG=VALUE ...]"]
-  return " ".join(filter(None, words))
-
-
-def _of_flag(flag: flags.Flag, owners: Mapping[str, Sequence[str]]) -> str:
-  taken = f"Taken by {', '.join(owners.get(flag.name, VERBS))}."
-  return "\n".join([*_flag_lines([flag]), "", *_wrapped(taken)])
-
-
 def own_flags() -> list[flags.Flag]:
   """Returns the flags of commands/flags.py, without those of single keys."""
   own = flags.FLAGS.flags_by_module_dict().get("commands.flags", [])
   return [flag for flag in sorted(own, key=lambda flag: flag.name) if "." not in flag.name]
 
 
-def said_by(flag: flags.Flag) -> str:
-  """Returns the help of a flag without the verbs that take it, with which it may begin."""
-  said = flag.help.partition(";\n")[0]  # absl adds how to repeat it
-  verbs, colon, what = said.partition(": ")
-  of_verbs = colon and all(word.split()[0] in VERBS for word in verbs.split(","))
-  return what if of_verbs else said
+def meaning(flag: flags.Flag) -> str:
+  """Returns the help of a flag, without what absl adds about how to repeat it."""
+  return flag.help.partition(";\n")[0]
 
 
 def _flag_lines(those: Sequence[flags.Flag]) -> list[str]:
   lines = []
   for flag in those:
     default = "" if flag.default in (None, [], False) else f"={flag.default!r}"
-    lines += _entry(f"--{flag.name}{default}", said_by(flag))
+    lines += _entry(f"--{flag.name}{default}", meaning(flag))
   return lines
 
 
-def _sections(config: ConfigDict) -> list[str]:
-  """Returns the sections of a config, those of a section as parts of it; "" is the config."""
-  first = {key.partition(".")[0] if "." in key else "" for key, *_ in config_flag.keys(config)}
-  return sorted(first)
+def _all_keys(values: Mapping[str, object]) -> Iterator[str]:
+  """Yields the keys of each section, those of a section's sections among them."""
+  for section in sorted({key.partition(".")[0] if "." in key else "" for key in values}):
+    inside = [key for key in values if key.startswith(f"{section}.")]
+    inside = inside or [key for key in values if "." not in key]
+    yield _of_keys(section, inside, values)
 
 
-def _of_keys(name: str, config: ConfigDict) -> str:
-  """Returns a key's default, unit and meaning, or those of a section's keys."""
-  rows = {key: (section, own) for key, section, own in config_flag.keys(config)}
-  own = [key for key in rows if "." not in key]
-  lines = [f"{name or 'the config itself'}, defaults of {config.argument} (unset: derived):"]
-  for key in config_flag.named([name], [*rows]) if name else own:
-    section, last = rows[key]
-    value = section[last]
-    default = "unset" if value is None else repr(value)
-    what = key_row(key, config.argument).explained()
-    lines += _entry(f"--config.{key}={default}", what)
+def _of_keys(title: str, keys: Sequence[str], values: Mapping[str, object]) -> str:
+  """Returns the default, unit and meaning of keys."""
+  argument = values["argument"]
+  lines = [f"{title or 'the config itself'}, defaults of {argument} (unset: derived):"]
+  for key in keys:
+    default = "unset" if values[key] is None else repr(values[key])
+    lines += _entry(f"--config.{key}={default}", key_row(key, argument).explained())
   return "\n".join(lines)
 
 
@@ -272,7 +246,6 @@ def key_row(key: str, argument: str) -> Key:
     key: dotted.
     argument: the recipe, as in a config's `argument`.
   """
-  parts = dict(part.partition("=")[::2] for part in argument.split(","))
-  recipe = parts.get("model", "lm") if "=" in argument else argument
+  recipe, _ = recipes.parse(argument)
   kind = recipes.base(argument).model.name
   return table.find(key, recipe, kind) or Key(None)

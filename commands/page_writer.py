@@ -57,14 +57,19 @@ class PageWriter:
     if self._page is not None:
       self._page.quit()  # of older numbers
     self._begin(0)
-    self._page.join(seconds)
-    if self._page.is_alive():
-      self._page.quit()
-      self._failed(f"it took longer than {seconds:g} s")
+    if self._page is not None:
+      self._page.join(seconds)
+      if self._page.is_alive():
+        self._page.quit()
+        self._failed(f"it took longer than {seconds:g} s")
 
   def _begin(self, niceness: int) -> None:
-    self._page = _Page(self._workdir, niceness, self._written, self._failed)
-    self._page.start()
+    try:
+      self._page = _Page(self._workdir, niceness, self._written, self._failed)
+      self._page.start()
+    except OSError as error:
+      self._page = None
+      self._failed(str(error))
 
   def _written(self, content: bytes) -> None:
     files.replace(self._path, content, require=self._require)
@@ -76,7 +81,7 @@ class PageWriter:
 
 
 class _Page(threading.Thread):
-  """The thread that waits for one page.
+  """The thread that waits for the process of one page.
 
   Attributes:
     ended: when it has ended, on the clock of `time.monotonic`; 0 before.
@@ -93,22 +98,34 @@ class _Page(threading.Thread):
     super().__init__(name="run.html", daemon=True)
     self.ended = self.seconds = 0.0
     self._began = time.monotonic()
-    self._workdir, self._niceness = workdir, niceness
     self._written, self._failed = written, failed
-    self._lock, self._quit, self._process = threading.Lock(), False, None
+    self._quit = False
+    self._process = subprocess.Popen(
+      [sys.executable, "-m", "reports.run_page", os.fspath(workdir), str(niceness)],
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      env={**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"},
+    )
 
   def quit(self) -> None:
     """Ends the process, without a report, and the thread."""
-    with self._lock:
-      self._quit = True
-      if self._process is not None:
-        self._process.kill()
+    self._quit = True
+    self._process.kill()
     self.join()
 
   def run(self) -> None:
-    """Makes the page and hands it over."""
+    """Hands the page over, or reports the last line that the process has printed."""
     try:
-      page = self._made()
+      with self._process as process:
+        try:
+          page, said = process.communicate(timeout=LONGEST_SECONDS)
+        except subprocess.TimeoutExpired:
+          process.kill()
+          raise RuntimeError(f"it took longer than {LONGEST_SECONDS:g} s") from None
+      if process.returncode:
+        lines = said.decode(errors="replace").strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else f"exit code {process.returncode}")
       if not self._quit:
         self._written(page)
     except Exception as error:  # whatever it is, it is only a page
@@ -116,26 +133,3 @@ class _Page(threading.Thread):
         self._failed(str(error))
     self.ended = time.monotonic()
     self.seconds = self.ended - self._began
-
-  def _made(self) -> bytes:
-    """Returns the page; raises RuntimeError with the last line that the process has printed."""
-    with self._lock:
-      if self._quit:
-        return b""
-      self._process = subprocess.Popen(
-        [sys.executable, "-m", "reports.run_page", os.fspath(self._workdir), str(self._niceness)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"},
-      )
-    with self._process as process:
-      try:
-        page, said = process.communicate(timeout=LONGEST_SECONDS)
-      except subprocess.TimeoutExpired:
-        process.kill()
-        raise RuntimeError(f"it took longer than {LONGEST_SECONDS:g} s") from None
-    if process.returncode:
-      lines = said.decode(errors="replace").strip().splitlines()
-      raise RuntimeError(lines[-1] if lines else f"exit code {process.returncode}")
-    return page

@@ -36,6 +36,18 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
   return config
 
 
+def variant(argument: str | None, *names: str) -> str:
+  """Returns the variant of an experiment that is asked for, by default the first; "" of the only.
+
+  Raises:
+    ValueError: there is no such variant.
+  """
+  if argument and argument not in names:
+    known = f"there are {', '.join(names)}" if names else "there is one; leave it out"
+    raise ValueError(f"--config=FILE:{argument}: unknown variant {argument!r}; {known}")
+  return argument or next(iter(names), "")
+
+
 def _partitioning(model: str) -> ConfigDict:
   """Returns the axis tables of a model: dim name -> mesh axes, outermost first."""
   tables = axis_tables.AXIS_TABLES[model]

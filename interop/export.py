@@ -41,7 +41,7 @@ from partitioning.rules import named_leaves
 from runtime import files
 from runtime.exit_codes import ExportError
 from training.checkpointing.consensus import Together, join_reports
-from training.checkpointing.naming import nested
+from training.checkpointing.restore import nested
 
 # ------------------------------ the files of the tokenizer ------------------------------
 

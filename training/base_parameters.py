@@ -22,7 +22,7 @@ from models import model_spec
 from partitioning.rules import named_leaves
 from processes.coordination import current
 from runtime.printable import printable
-from training.checkpointing import integrity, naming, restore
+from training.checkpointing import integrity, restore
 from training.checkpointing.consensus import Together
 from training.checkpointing.integrity import Verified
 from training.replica_check import content_digests
@@ -156,7 +156,7 @@ class ParameterReader:
     }
     where = self.job.config.checkpoint.initialize_from or base.folder
     arrays, base = self._frozen(base, wanted, where, run)
-    return merged(params, naming.nested(arrays)), base
+    return merged(params, restore.nested(arrays)), base
 
   def _frozen(
     self, base: Base, wanted: Mapping[str, Any], where: str, run: str
@@ -230,13 +230,13 @@ class ParameterReader:
         for name, x in there.items()
         if name in wanted or name not in known
       }
-      restore.require_same(path, naming.differences(there, expected))
+      restore.require_same(path, restore.differences(there, expected))
       self.require_same_adapters(verified, ("alpha", "rs"))
       if not expected:
         return verified, {}
       tree = restore.read_arrays(
         path,
-        {restore.PARAMETERS: naming.nested(expected)},
+        {restore.PARAMETERS: restore.nested(expected)},
         branches=(restore.PARAMETERS,),
         together=self.consensus,
         verified=verified,

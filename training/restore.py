@@ -27,7 +27,7 @@ from training import (
 )
 from training import bad_steps as rollback
 from training.base_parameters import Base, ParameterReader
-from training.checkpointing import integrity, naming, resume_policy
+from training.checkpointing import integrity, resume_policy
 from training.checkpointing import restore as checkpoint_restore
 from training.checkpointing.checkpointer import Checkpointer
 from training.checkpointing.integrity import Verified
@@ -426,7 +426,7 @@ def _with_parameters_of(job: Job, where: str) -> tuple[State, epath.PathLike, in
   """Returns the initial state with these parameters, their folder and step; see `initialized`."""
   wanted, reader = named_leaves(job.placed_state.params), ParameterReader(job)
   folder, step, arrays = reader.read(where, wanted, optional=reader.adapters)
-  return job.initial_state(naming.nested(arrays)), folder, step
+  return job.initial_state(checkpoint_restore.nested(arrays)), folder, step
 
 
 def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
@@ -450,7 +450,8 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
     wanted = named_leaves(job.placed_state.params)
     _, _, arrays = reader.read(location, wanted, optional=reader.adapters)
     if arrays.keys() == wanted.keys() and not job.state.variables:
-      return 0, naming.nested(arrays), {}  # without the optimizer's state, twice as large
+      # Without the optimizer's state, which is twice as large.
+      return 0, checkpoint_restore.nested(arrays), {}
     state, _, _ = _with_parameters_of(job, location)
     return 0, state.params, state.variables
   folder, step = checkpoint_restore.parse_location(location)

@@ -9,10 +9,9 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from processes import coordination as groups
-from processes.claims import claims_to
 from processes.coordination import current
 from processes.watchdog import STARTING, Watchdog
-from processes.workdir_lease import Ownership, acquire
+from processes.workdir_lease import Ownership, acquire, claims_to
 from runtime import files
 from training import history
 from training.metrics.console import say

@@ -16,13 +16,8 @@ from configs import base
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-  """Returns the config.
-
-  Raises:
-    ValueError: an argument is given; there is one variant.
-  """
-  if argument:
-    raise ValueError(f"unknown variant {argument!r}; configs/experiments/default_job.py has one")
+  """Returns the config; it has one variant."""
+  base.variant(argument)
   config = base.get_config("lm", mesh=dict(data=4, tensor=2))
   config.evaluation.final_steps = 0
   return config

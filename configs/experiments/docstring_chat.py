@@ -39,14 +39,8 @@ TEMPLATE = """\
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-  """Returns the config of a stage: base, full (all parameters tuned) or lora (adapters).
-
-  Raises:
-    ValueError: another stage.
-  """
-  stage = argument or "base"
-  if stage not in ("base", "full", "lora"):
-    raise ValueError(f"unknown stage {stage!r}; there are base, full and lora")
+  """Returns the config of a stage: base, full (all parameters tuned) or lora (adapters)."""
+  stage = base.variant(argument, "base", "full", "lora")
   data = "text" if stage == "base" else "conversations"
   config = base.get_config(f"model=lm,data={data}", mesh=dict(data=4, tensor=2))
   files = "modules.jsonl" if stage == "base" else "chats.jsonl"

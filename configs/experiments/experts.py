@@ -18,14 +18,8 @@ EXPERTS, EACH = 8, 2
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-  """Returns the config of a side: experts (default) or dense.
-
-  Raises:
-    ValueError: another side.
-  """
-  side = argument or "experts"
-  if side not in ("experts", "dense"):
-    raise ValueError(f"unknown side {side!r}; there are experts and dense")
+  """Returns the config of a side: experts (default) or dense."""
+  side = base.variant(argument, "experts", "dense")
   mesh = dict(data=2, expert=4) if side == "experts" else dict(data=8)
   config = base.get_config("lm", mesh=mesh)
   config.training.steps = 400

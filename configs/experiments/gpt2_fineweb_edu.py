@@ -18,15 +18,8 @@ FILES = "hf://HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet"
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-  """Returns the config.
-
-  Raises:
-    ValueError: an argument is given; there is one variant.
-  """
-  if argument:
-    raise ValueError(
-      f"unknown variant {argument!r}; configs/experiments/gpt2_fineweb_edu.py has one"
-    )
+  """Returns the config; it has one variant."""
+  base.variant(argument)
   config = base.get_config("model=gpt2_124m,data=text", mesh=dict(data=8))
   config.data.update(files=FILES, text_feature="text", tokenizer="tokenizers/gpt2")
   config.data.update(global_batch_size=512, evaluation_fraction=0.001)

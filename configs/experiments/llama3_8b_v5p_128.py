@@ -19,15 +19,8 @@ FILES = "hf://HuggingFaceFW/fineweb-edu/sample/350BT/*.parquet"
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-  """Returns the config.
-
-  Raises:
-    ValueError: an argument is given; there is one variant.
-  """
-  if argument:
-    raise ValueError(
-      f"unknown variant {argument!r}; configs/experiments/llama3_8b_v5p_128.py has one"
-    )
+  """Returns the config; it has one variant."""
+  base.variant(argument)
   config = base.get_config("model=llama3_8b,data=text", mesh=dict(fsdp=64))  # 64 chips
   config.data.update(files=FILES, text_feature="text", tokenizer="tokenizers/llama3")
   config.data.update(global_batch_size=512, evaluation_fraction=0.0001)

@@ -20,11 +20,9 @@ def get_config(argument: str | None = None) -> ConfigDict:
   """Returns the config of a stage: train (default), or tokenizer, which has none yet.
 
   Raises:
-    ValueError: another stage, or training without a tokenizer that has been trained.
+    ValueError: there is no such stage, or training has no tokenizer yet.
   """
-  stage = argument or "train"
-  if stage not in ("tokenizer", "train"):
-    raise ValueError(f"unknown stage {stage!r}; there are tokenizer and train")
+  stage = base.variant(argument, "train", "tokenizer")
   config = base.get_config("lm", mesh=dict(data=4, tensor=2))
   config.training.steps = 128
   config.evaluation.final_steps = 0  # the whole split

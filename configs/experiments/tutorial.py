@@ -19,12 +19,6 @@ MESHES = {"data": {"data": 8}, "tensor": {"data": 4, "tensor": 2}}
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-  """Returns the config of a layout: data (default) or tensor.
-
-  Raises:
-    ValueError: another layout.
-  """
-  layout = argument or "data"
-  if layout not in MESHES:
-    raise ValueError(f"unknown layout {layout!r}; there are {' and '.join(MESHES)}")
+  """Returns the config of a layout: data (default) or tensor."""
+  layout = base.variant(argument, *MESHES)
   return base.get_config("mlp_tutorial", mesh=MESHES[layout])

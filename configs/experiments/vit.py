@@ -13,11 +13,6 @@ from configs import base
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-  """Returns the config.
-
-  Raises:
-    ValueError: an argument is given; there is one variant.
-  """
-  if argument:
-    raise ValueError(f"unknown variant {argument!r}; configs/experiments/vit.py has one")
+  """Returns the config; it has one variant."""
+  base.variant(argument)
   return base.get_config("vit", mesh=dict(data=2, fsdp=2, tensor=2))

@@ -8,6 +8,7 @@ training/compiler_options.py.
 
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 
@@ -141,8 +142,8 @@ class Rule:
     default: what it becomes where, in words.
     reason: in words.
     value: returns the value and why, from the sections that its parameters name, in which the keys
-      of earlier rules are set, and the devices. Why is "" where the key has nothing to say about a
-      config.
+      of earlier rules are set, the devices (`target`), and what returns `own_tokens` (`tokens`).
+      Why is "" where the key has nothing to say about a config.
   """
 
   key: str
@@ -161,11 +162,12 @@ def choose(config: ConfigDict, target: Target) -> tuple[Choice, ...]:
   Returns:
     What was chosen, except what the config has no use for.
   """
+  tokens = functools.partial(table.with_sections, own_tokens, config, sizes=target.sizes)
   found = []
   for rule in RULES:
     section, key = rule.key.split(".")
     if config[section][key] is None:
-      value, why = table.with_sections(rule.value, config, target=target)
+      value, why = table.with_sections(rule.value, config, target=target, tokens=tokens)
       config[section][key] = value
       if why:
         found.append(Choice(rule.key, value, why))
@@ -177,8 +179,7 @@ def _kernel(
   training: ConfigDict,
   data: ConfigDict,
   mesh: ConfigDict,
-  partitioning: ConfigDict,
-  task: str,
+  tokens: Callable[[], int],
   target: Target,
 ) -> tuple[str, str]:
   platform, length = target.platform, data.sequence_length
@@ -202,7 +203,7 @@ def _kernel(
     own = length // context
     keys = own * context if model.context_attention == "gather" else own // 2
     heads = -(-model.heads // target.sizes.get("tensor", 1))
-    size = 4 * own_tokens(data, training, partitioning, task, target.sizes) * heads * keys
+    size = 4 * tokens() * heads * keys
     if size <= SCORES_BYTES:
       limit = f"{SCORES_BYTES / 2**30:g} GiB"
       size = f"{size / 2**30:.2f} GiB of scores at once, at most {limit}: it is faster than blocks"
@@ -213,19 +214,17 @@ def _kernel(
 def _loss_chunks(
   model: ConfigDict,
   training: ConfigDict,
-  data: ConfigDict,
   partitioning: ConfigDict,
   task: str,
+  tokens: Callable[[], int],
   target: Target,
 ) -> tuple[int, str]:
-  sizes = target.sizes
   own = 0
   if model.name == "transformer" and TASKS[task].of_tokens:
-    own = model_checks.own_logits(model, partitioning, sizes)
+    own = model_checks.own_logits(model, partitioning, target.sizes)
   if not own:
     return 1, ""
-  each = own_tokens(data, training, partitioning, task, sizes)
-  each *= _BYTES.get(training.compute_dtype, 4)
+  each = tokens() * _BYTES.get(training.compute_dtype, 4)
   # At least as many columns as a TPU's lanes: narrower products waste them.
   fits = [n for n in divisors(own) if n <= max(1, own // model_checks.LANES)]
   most = CHUNK_BYTES / each
@@ -303,10 +302,9 @@ def _sequence_parallel(
 def _collective_matmul(
   model: ConfigDict,
   training: ConfigDict,
-  data: ConfigDict,
   partitioning: ConfigDict,
   lora: ConfigDict,
-  task: str,
+  tokens: Callable[[], int],
   target: Target,
 ) -> tuple[bool, str]:
   tensor = target.sizes.get("tensor", 1)
@@ -316,10 +314,10 @@ def _collective_matmul(
     return False, "measured for TPUs alone"
   if why := step_checks.no_ring(training, partitioning, lora):
     return False, why
-  tokens = own_tokens(data, training, partitioning, task, target.sizes) // tensor
-  if tokens < RING_TOKENS:
-    return False, f"{tokens} tokens per device and part of the sequence, under {RING_TOKENS}"
-  return True, f"{tokens} tokens are multiplied while as many are sent"
+  part = tokens() // tensor
+  if part < RING_TOKENS:
+    return False, f"{part} tokens per device and part of the sequence, under {RING_TOKENS}"
+  return True, f"{part} tokens are multiplied while as many are sent"
 
 
 RULES = (

@@ -20,7 +20,7 @@ from tests.interop.test_export import exported
 from tests.models import families, write_families
 from tests.models.families import FAMILIES, drawn, tokens, tree_of
 from training.checkpointing.consensus import Together
-from training.checkpointing.naming import nested
+from training.checkpointing.restore import nested
 
 HERE = pathlib.Path(__file__).parent
 PHI_3 = {"window": 7}

@@ -24,7 +24,7 @@ OTHERS = {
   "parity replay replica_check restore run_tokenizer "
   "workdir_files checkpointing/__init__ "
   "checkpointing/async_writer checkpointing/checkpointer checkpointing/consensus "
-  "checkpointing/integrity checkpointing/naming checkpointing/restore "
+  "checkpointing/integrity checkpointing/restore "
   "checkpointing/resume_policy",
 }
 

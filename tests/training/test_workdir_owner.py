@@ -6,8 +6,7 @@ import pathlib
 import pytest
 from etils import epath
 
-from processes.claims import LocalClaims
-from processes.workdir_lease import LostError, acquire
+from processes.workdir_lease import LostError, acquire, claims_to
 from runtime import files
 from tests.helpers.jobs import make_job
 from tests.training.metrics.test_append_log import scalars
@@ -35,7 +34,7 @@ def take(workdir):
     now[0] += seconds
 
   settings = {"wait_seconds": 0.0, "ending_seconds": 0.0, "clock": lambda: now[0], "sleep": sleep}
-  return acquire(LocalClaims(workdir), "run", lease_seconds=1.0, **settings)
+  return acquire(claims_to(workdir), "run", lease_seconds=1.0, **settings)
 
 
 def owned(job, workdir):

@@ -59,17 +59,10 @@ class Together:
       text: of this process.
       timeout_seconds: how long the others may take to reach it; None: the default.
     """
-    own = f"{_SAID}/{self.index}"
-    if text:
-      self._group.put(own, {"text": text})
     if self.all_true(not text, timeout_seconds=timeout_seconds):
       return [""] * self.count
-    said = self._group.list(_SAID)
-    # No process withdraws or replaces its message before all have read it.
-    self._group.wait(_SAID, timeout_seconds=self._patience())
-    if text:
-      self._group.delete(own)
-    return [said.get(str(index), {}).get("text", "") for index in range(self.count)]
+    said = self._group.gather(_SAID, {"text": text}, timeout_seconds=self._patience())
+    return [one["text"] for one in said]
 
   def from_first(self, text: str) -> str:
     """Returns the text of process 0; all call it."""

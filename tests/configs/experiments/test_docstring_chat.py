@@ -23,7 +23,7 @@ def test_a_conversation_per_function_with_a_docstring():
 
 
 def test_an_unknown_stage_is_refused():
-  with pytest.raises(ValueError, match="unknown stage 'all'; there are base, full and lora"):
+  with pytest.raises(ValueError, match="unknown variant 'all'; there are base, full, lora"):
     docstring_chat.get_config("all")
 
 

@@ -22,5 +22,5 @@ def test_a_token_uses_as_many_parameters_on_both_sides():
 
 
 def test_another_side_is_refused():
-  with pytest.raises(ValueError, match="there are experts and dense"):
+  with pytest.raises(ValueError, match="there are experts, dense"):
     experts.get_config("sparse")

@@ -3,7 +3,7 @@
 import pytest
 
 from configs.schema import axis_tables
-from models import MODELS
+from models import model_spec
 from partitioning.mesh_sizes import AXES
 from tests.helpers.jobs import make_job
 from tests.parity.latents import LATENTS
@@ -16,9 +16,11 @@ EXPERTS = {"model.experts": 4, "model.dense_layers": 1, "model.shared_feedforwar
 def test_the_axis_tables_hold_the_dims_that_the_model_has_and_no_other(recipe):
   keys = [EVERY_DIM, LATENTS, EXPERTS] if recipe == "lm" else [{}]
   jobs = [make_job("single", recipe, **one) for one in keys]
-  job, model = jobs[0], MODELS[jobs[0].config.model.name]
+  job = jobs[0]
   tables = axis_tables.AXIS_TABLES[job.config.model.name]
-  letters = "".join(letters for one in jobs for letters in model.parameters(one.config).values())
+  letters = "".join(
+    letters for one in jobs for letters in model_spec(one.config).parameters.values()
+  )
   assert {*tables["parameters"]} == {job.legend[letter].name for letter in letters}
   letters = "".join(c.letters for one in jobs for c in one.activations.seen)
   letters += "".join(array.letters for array in job.placements["batch"].values())

@@ -2,7 +2,6 @@
 
 import pytest
 
-from configs.keys import table
 from configs.schema import finalize, model_checks, validate
 from tests.configs.loading import SIZES, checked, finalized, load, settings
 
@@ -37,25 +36,22 @@ def test_the_default_is_the_kernel_that_can(platform, capability, changes, kerne
 
 
 @pytest.mark.parametrize(
-  ("changes", "said"),
+  ("keys", "said"),
   [
-    ({"mesh.context": 2}, "mesh.context=2 splits the rows"),
-    ({"training.compute_dtype": "float32"}, "training.compute_dtype=float32, and it takes bfloat1"),
-    ({"model.head_size": 260}, "model.head_size=260, and it takes multiples of 8 up to 256"),
-    ({"model.value_head_size": 64}, "model.value_head_size=64, and it takes model.head_size's"),
-    ({"model.head_size": 124}, "model.head_size=124, and it takes multiples of 8 up to 256"),
-    (
-      {"model.separate_documents": True},
-      "model.separate_documents=True, and it masks no documents",
-    ),
-    ({"model.attention_soft_cap": 5.0}, "model.attention_soft_cap=5.0, and it has no soft cap"),
-    ({"model.attention_sinks": True}, "model.attention_sinks=True, and its softmax has no sinks"),
+    ("mesh.context=2", "mesh.context=2 splits the rows"),
+    ("training.compute_dtype=float32", "training.compute_dtype=float32, and it takes bfloat16"),
+    ("model.head_size=260", "model.head_size=260, and it takes multiples of 8 up to 256"),
+    ("model.head_size=124", "model.head_size=124, and it takes multiples of 8 up to 256"),
+    ("model.value_head_size=64", "model.value_head_size=64, and it takes model.head_size's"),
+    ("model.separate_documents=True", "separate_documents=True, and it masks no documents"),
+    ("model.attention_soft_cap=5.0", "model.attention_soft_cap=5.0, and it has no soft cap"),
+    ("model.attention_sinks=True", "model.attention_sinks=True, and its softmax has no sinks"),
   ],
 )
-def test_what_cudnn_cannot_do_is_refused_by_name(changes, said):
-  config = finalized_attention(**{**CUDNN, **changes})
-  with pytest.raises(ValueError, match=f"attention_kernel=cudnn: {said}.*; set it to blockwise"):
-    validate.check(config, {**table.section("mesh"), "context": config.mesh.context})
+def test_what_cudnn_cannot_do_is_refused_by_name(keys, said):
+  config = finalized_attention(**{**CUDNN, **settings(keys)})
+  with pytest.raises(ValueError, match=f"attention_kernel=cudnn: .*{said}.*; set it to blockwise"):
+    validate.check(config, {**SIZES, "context": config.mesh.context})
 
 
 @pytest.mark.parametrize(
@@ -81,7 +77,7 @@ def test_splash_takes_a_ring_of_pieces_of_whole_blocks(changes, said):
 
 
 def test_what_cudnn_can_do_is_not_refused():
-  validate.check(finalized_attention(**CUDNN, **{"model.window": 4096}), table.section("mesh"))
+  validate.check(finalized_attention(**CUDNN, **{"model.window": 4096}), SIZES)
 
 
 @pytest.mark.parametrize(

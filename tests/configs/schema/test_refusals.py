@@ -397,6 +397,37 @@ CASES = [
   ),
   ("lm", "processes.slow_ratio=0.9", "processes.slow_ratio=0.9: above 1, or 0 to turn it off"),
   ("lm", "compiler_options=a=1,b", "compiler_options: 'b' is not name=value"),
+  # --- what an optimizer, a model or a task does not read
+  (
+    "lm",
+    "optimizer.name=sgd optimizer.weight_decay=0.2",
+    "optimizer.weight_decay=0.2: sgd does not use it; of those keys it uses momentum",
+  ),
+  ("lm", "optimizer.name=sgd optimizer.beta_2=0.9", "optimizer.beta_2=0.9: sgd does not use it"),
+  (
+    "mlp",
+    "optimizer.momentum=0.9",
+    "optimizer.momentum=0.9: adamw does not use it; of those keys it uses beta_1, beta_2, epsilon, "
+    "weight_decay, independent_weight_decay",
+  ),
+  (
+    "lm",
+    "optimizer.name=lion optimizer.beta_1=0.8",
+    "independent_weight_decay; its own arguments are given by optimizer.arguments",
+  ),
+  (
+    "mlp",
+    "training.rematerialization=full",
+    "training.rematerialization='full': the model mlp does not use it; leave it at 'none'",
+  ),
+  ("mlp", "partitioning.sequence_parallel=True", "the model mlp does not use it"),
+  ("mlp", "partitioning.reshard_after_forward=False", "the model mlp does not use it; leave it at"),
+  ("mlp", "training.scan_unroll=2", "the model mlp does not use it; leave it at 1"),
+  ("mlp", "training.balance_loss=0.1", "the model mlp does not use it; leave it at 0.0"),
+  ("mlp", "training.matmul_dtype=int8", "the model mlp does not use it; leave it at 'compute'"),
+  ("mlp", "evaluation.sample_tokens=9", "the task classification does not use it; leave it at 0"),
+  ("mlp_tutorial", "data.label_feature=label", "data.label_feature='label': the task"),
+  ("lm", "data.image_feature=image", "data.image_feature='image': the task"),
   # --- vision transformers
   ("vit", "model.patch_size=3", "it does not divide model.image_size=8; take one of 1, 2, 4, 8"),
   ("vit", "model.channels=3", "an image of 4 x 4 pixels with model.channels=3 has 48"),

@@ -33,56 +33,6 @@ def lines(recipe, **overrides):
   return list(validate.unread_errors(finalized(recipe, **overrides), SIZES))
 
 
-SGD = {"optimizer.name": "sgd"}
-
-
-@pytest.mark.parametrize(
-  ("recipe", "overrides", "said"),
-  [
-    (
-      "lm",
-      {**SGD, "optimizer.weight_decay": 0.2},
-      "optimizer.weight_decay=0.2: sgd does not use it; of those keys it uses momentum",
-    ),
-    ("lm", {**SGD, "optimizer.beta_2": 0.9}, "optimizer.beta_2=0.9: sgd does not use it"),
-    ("lm", {**SGD, "optimizer.epsilon": 1e-6}, "optimizer.epsilon=1e-06: sgd does not use it"),
-    (
-      "mlp",
-      {"optimizer.momentum": 0.9},
-      "optimizer.momentum=0.9: adamw does not use it; of those keys it uses beta_1, beta_2, "
-      "epsilon, weight_decay, independent_weight_decay",
-    ),
-    (
-      "lm",
-      {"optimizer.name": "lion", "optimizer.beta_1": 0.8},
-      "independent_weight_decay; its own arguments are given by optimizer.arguments",
-    ),
-    (
-      "mlp",
-      {"training.rematerialization": "full"},
-      "training.rematerialization='full': the model mlp does not use it; leave it at 'none'",
-    ),
-    ("mlp", {"partitioning.sequence_parallel": True}, "the model mlp does not use it"),
-    ("mlp", {"partitioning.collective_matmul": True}, "the model mlp does not use it"),
-    ("mlp", {"partitioning.reshard_after_forward": False}, "the model mlp does not use it; leave"),
-    ("mlp", {"training.scan_unroll": 2}, "the model mlp does not use it; leave it at 1"),
-    (
-      "mlp",
-      {"evaluation.sample_tokens": 9},
-      "evaluation.sample_tokens=9: the task classification does not use it; leave it at 0",
-    ),
-    ("mlp_tutorial", {"data.label_feature": "label"}, "data.label_feature='label': the task"),
-    ("lm", {"data.image_feature": "image"}, "data.image_feature='image': the task"),
-  ],
-)
-def test_a_key_that_does_nothing_is_refused_where_it_is_set(recipe, overrides, said):
-  [line] = lines(recipe, **overrides)
-  assert said in line
-  with pytest.raises(ValueError, match="the config is refused") as refusal:
-    validate.check(finalized(recipe, **overrides), SIZES)
-  assert line in str(refusal.value)
-
-
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
 def test_the_recipe_s_own_values_and_those_that_turn_a_key_off_are_accepted(recipe):
   assert lines(recipe) == []
