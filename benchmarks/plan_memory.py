@@ -19,6 +19,7 @@ from absl import app, flags
 from commands import plan_process
 from configs import single
 from planning import aot, memory
+from planning.step_facts import of_job
 from planning.topology import parse
 from tests.docs.pages import section, write_section
 
@@ -85,7 +86,7 @@ def measured(case: Case) -> tuple[int, int]:
   keys |= {"data.global_batch_size": case.rows, "data.sequence_length": case.length}
   config.update_from_flattened_dict({**keys, "training.rematerialization": case.rematerialization})
   job = aot.prepare(config, parse(case.topology), aot.Here())
-  return memory.at_once(memory.by_formula(job)), aot.compile_step(job).peak_bytes
+  return memory.at_once(memory.by_formula(of_job(job))), aot.compile_step(job).peak_bytes
 
 
 def is_close(line: str) -> bool:

@@ -3,7 +3,7 @@ r"""FLOPs and HBM traffic of a step by the planner's formulas, beside those of c
   pip install -r requirements/plan.txt
   python -m benchmarks.plan_traffic [--only=gpt2] [--write]
 
-For GPUs there is no compiler here, so a plan reads the traced gradients (planning/traced_cost.py).
+For GPUs there is no compiler here, so a plan reads the traced gradients (planning/traced_step.py).
 This compiles steps for TPUs (a minute each on two cores, no TPU), where the same rules can be
 compared: prints formula / compiled program, for plain attention, which is what runs on GPUs, and
 for the kernel; --write writes the section of docs/plan.md. Compiled FLOPs and bytes are counted
@@ -20,6 +20,7 @@ from absl import app, flags
 from commands import plan_process
 from configs import single
 from planning import analytic, aot, step_time
+from planning.step_facts import of_job
 from planning.topology import parse
 from runtime import hlo
 from runtime.chips import CHIPS, Rates
@@ -86,7 +87,7 @@ def compared(case: Case) -> tuple[step_time.Times, step_time.Times, float]:
     step_time.times(hlo.parse(text), sent, where, chip, Rates())
     for text in (program.text, _ON_CHIP.sub("", program.text))
   )
-  return analytic.times(job, where, chip, Rates()), compiled, everywhere.work.bytes
+  return analytic.times(of_job(job), where, chip, Rates()), compiled, everywhere.work.bytes
 
 
 def line(case: Case) -> str:

@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags
 
-from configs.schema import finalize
-from configs.single import get_config
+from benchmarks.timing import in_turns, resolved
 from models import attention_tiles, blockwise_attention, model_spec, splash_attention
 from partitioning.constraints import activation_layout
 from partitioning.mesh import make_mesh
@@ -70,25 +69,17 @@ def compiled(attend: Callable, arrays: list[jax.Array]) -> Callable | None:
 def timed(functions: dict, arrays: list[jax.Array], platform: str) -> dict:
   """Returns the seconds of the fastest run of each function, after a first one."""
   clock = time.process_time if platform == "cpu" else time.perf_counter
-  best = dict.fromkeys(functions, float("inf"))
-  for turn in range(_TIMES.value + 1):
-    for name, function in functions.items():
-      began = clock()
-      jax.block_until_ready(function(*arrays))
-      if turn:
-        best[name] = min(best[name], clock() - began)
-  return best
+  bound = {name: functools.partial(function, *arrays) for name, function in functions.items()}
+  return {name: min(seconds) for name, seconds in in_turns(bound, _TIMES.value, clock).items()}
 
 
 def main(argv: list[str]) -> int:
   """Prints the times and the row; returns the exit code."""
   del argv
   device = jax.devices()[0]
-  config = get_config("lm")
   shape = (_ROWS.value, _LENGTH.value, _HEADS.value, _HEAD_SIZE.value)
   sizes = {"heads": _HEADS.value, "kv_heads": _HEADS.value, "head_size": _HEAD_SIZE.value}
-  config.model.update(sizes)
-  config = finalize.finalize(config, device.platform)
+  config = resolved("lm", {f"model.{name}": size for name, size in sizes.items()})
   mesh = make_mesh(dict.fromkeys(AXES, 1), [device])
   tables = config.partitioning
   legend = model_spec(config).legend

@@ -9,9 +9,9 @@ from rich.console import Console
 from commands import flags
 from commands.refusal import refuse
 from configs.schema import finalize, validate
+from input_pipeline import catalog
 from input_pipeline.ramp import Ramp
 from input_pipeline.source import Source
-from input_pipeline.sources import catalog
 from input_pipeline.text import files, tokenizer
 from reports import conversation_text
 from runtime import exit_codes
@@ -62,11 +62,12 @@ def _check(config: ConfigDict) -> None:
 
 def _show_conversations(config: ConfigDict) -> None:
   """Prints some conversations, with what is trained on highlighted."""
-  from input_pipeline.text import mixed_files  # imports libraries that others do not need
+  from input_pipeline import mixture  # imports libraries that others do not need
 
   console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
   colors = console.is_terminal
-  for example in mixed_files.conversations(splits.read_as(config.data, config.task), _EXAMPLES):
+  data = splits.read_as(config.data, config.task)
+  for example in mixture.example_conversations(data, _EXAMPLES):
     heading = conversation_text.heading(example, colors)
     for text in (heading, conversation_text.text(example.segments, colors)):
       if colors:

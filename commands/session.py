@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from commands import flags, start_facts
 from commands.refusal import refuse
 from commands.verbs import VERBS
-from input_pipeline.row_store import UnreadableError
+from input_pipeline.source import UnreadableError
 from processes import coordination as groups
 from processes import preemption
 from processes.preemption import StopRequest

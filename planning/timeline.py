@@ -10,9 +10,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from planning.host_traffic import Transfer
 from planning.schedule import Interval, Loop
-from planning.step_time import Times
+from planning.step_time import HostTransfer, Times
 from runtime import hlo, source_lines
 from runtime.collectives import Collective
 from runtime.source_lines import Place
@@ -110,7 +109,7 @@ def of(
   program: hlo.Program,
   times: Times,
   found: Sequence[Collective],
-  moved: Sequence[Transfer],
+  moved: Sequence[HostTransfer],
   layers: int | None,
 ) -> Timeline:
   """Returns the timeline of a program.
@@ -140,7 +139,7 @@ class _Names:
     program: hlo.Program,
     times: Times,
     found: Sequence[Collective],
-    moved: Sequence[Transfer],
+    moved: Sequence[HostTransfer],
   ):
     self.program, self.times = program, times
     self._sent = {one.name: (one, s) for one, s in zip(found, times.sent, strict=True)}

@@ -45,7 +45,7 @@ OPTIONAL = {
   "training.parity",
   "partitioning.parallel.expert_rows",
   "partitioning.parallel.grouped_matmul",
-  "input_pipeline.sources.tfds",
+  "input_pipeline.tfds",
   "input_pipeline.text.chat_template",
   "input_pipeline.text.library_tokenizers",
   "input_pipeline.text.train_tokenizer",

@@ -8,15 +8,14 @@ from typing import Any
 from etils import epy
 from ml_collections import ConfigDict
 
+from input_pipeline import catalog
 from input_pipeline.bad_records import Sharing
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
-from input_pipeline.combined import check_epochs
-from input_pipeline.order import MixtureOrder
+from input_pipeline.order import MixtureOrder, check_epochs
 from input_pipeline.position import Position
 from input_pipeline.ramp import Ramp
 from input_pipeline.row_source import check_ids, open_source
 from input_pipeline.source import Source
-from input_pipeline.sources import catalog
 from input_pipeline.text import files
 from processes import preflight
 from processes.coordination import Group, NotTogetherError, current

@@ -24,7 +24,7 @@ from configs.schema import (
   step_checks,
 )
 from configs.schema.model_checks import divisors
-from input_pipeline.sources import catalog
+from input_pipeline import catalog
 from input_pipeline.text import tokenizer
 from interop import hf_folder
 from training.optimizer import optimizer_row

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from models import blockwise_attention, cudnn_attention
-from planning import activation_memory
+from planning import traced_step
+from planning.step_facts import of_job
 from tests.helpers.jobs import make_job
 
 B, T, N, K, H = 4, 24, 4, 2, 16
@@ -89,7 +90,9 @@ def test_a_plan_sees_one_kernel_that_reads_and_writes_no_scores(rematerializatio
   sizes = {"data.sequence_length": 1024, "training.compute_dtype": "bfloat16", "model.head_size": 8}
   how = {"training.attention_kernel": "cudnn", "training.rematerialization": rematerialization}
   job = make_job("single", "lm", **sizes, **how)
-  found = activation_memory.equations(activation_memory.gradients(job, job.config))
+  found = traced_step.equations(
+    traced_step.gradients(traced_step.DevicePart(of_job(job), job.config, 1.0))
+  )
   kernels = [x for x in found if x.params.get("name") == cudnn_attention.NAME and x.invars]
   # Forward, perhaps again, and backward.
   assert len(kernels) == times

@@ -6,8 +6,7 @@ import xml.etree.ElementTree
 
 import pytest
 
-from planning.search_choice import Estimate, Tried
-from planning.search_results import COMPILER, Found
+from planning.search_results import COMPILER, Estimate, Found, Tried
 from reports import search_page, search_picture, search_text
 
 GIB = 2**30

@@ -191,7 +191,7 @@ def test_everything_that_runs_to_make_a_batch_is_listed(recipe):
     data.train.batch(0, job.batch_shardings)
   finally:
     sys.setprofile(None)
-  assert {"input_pipeline/batches.py", "input_pipeline/row_source.py"} < seen
+  assert {"input_pipeline/batches.py", "input_pipeline/rows.py"} < seen
   assert seen - numerics() == set()
 
 

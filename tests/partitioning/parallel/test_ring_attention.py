@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from models import attention_tiles
 from partitioning.constraints import activation_layout
 from partitioning.parallel import attention_blocks, ring_attention
-from planning.activation_memory import body, equations, fixed_and_carried
+from planning.traced_step import body, equations, fixed_and_carried
 from runtime import collectives
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity.comparison import (
