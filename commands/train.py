@@ -63,7 +63,7 @@ def open_run(
   """
   sinks.require_packages(ready.config)
   data = splits.open_data(ready)
-  request.check_first_words(ready.config)  # after the data's vocabulary, whose refusal says more
+  request.first_words(ready.config)  # after the data's vocabulary, whose refusal says more
   base_parameters.ParameterReader(ready).check_model_folder(workdir)
   checkpoints = restore.RunCheckpoints(ready, workdir)
   keys, room = ready.config.processes, checkpoints.require_room
@@ -121,8 +121,8 @@ def _run(data: splits.Data, start: restore.Start, watch: Watchdog) -> int:
 
     watch.at("showing a sample", DONE)
     say("sample from the trained model:")
-    known = report.sampler
-    [drawn] = sampler.show(ready, end.state.params, wanted, end.state.variables, known)
+    model = sampler.TrainedModel(ready, end.state.params, end.state.variables)
+    [drawn] = sampler.show(model, wanted, report.sampler)
     report.sampled(drawn)
   closing.next_commands(ready, workdir, wanted)
   report.end()

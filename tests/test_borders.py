@@ -34,7 +34,7 @@ SMALL = {
   # The layout that the start prints and writes to layout.txt.
   "reports": {"drawings", "grid", "layout_text"},
   # What the sample at the end asks for is checked before the start.
-  "inference": {"request", "text_stream"},
+  "inference": {"request"},
 }
 # What only some configs need.
 OPTIONAL = {

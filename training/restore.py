@@ -14,7 +14,7 @@ from interop import hf_folder
 from partitioning.rules import named_leaves
 from processes.coordination import current
 from processes.workdir_lease import Ownership
-from runtime import forms, free_space
+from runtime import files, forms
 from runtime.forms import ANY, COUNT, NUMBER, TEXT, Each, Exactly, Kind, OrNull, is_number, is_whole
 from runtime.provenance import code_files, versions
 from training import (
@@ -368,7 +368,7 @@ class RunCheckpoints:
     """
     state = self.reader.trained_part(self.job.state) if part else vars(self.job.state)
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    free_space.require(self.folder, needed, "a checkpoint", "give another --workdir")
+    files.require_space(self.folder, needed, "a checkpoint", "give another --workdir")
 
 
 def _require_same_stages(old: Mapping[str, Any], data: ConfigDict, done: int) -> None:

@@ -73,7 +73,7 @@ def test_b_a_is_the_update_of_each_kernel(case):
     peft_adapter.tensors(model_spec(config), model_type),
     name_maps.sizes_of(model_spec(config)),
   )
-  found = {n: peft_adapter.joined(t, sizes, giving(arrays)) for n, t in adapters.items()}
+  found = {n: name_maps.joined(t, sizes, giving(arrays)) for n, t in adapters.items()}
   assert {name: x.shape for name, x in found.items()} == {n: t.shape for n, t in adapters.items()}
   checked = set()
   for name, tensor in name_maps.tensors(model_spec(plain), model_type).items():
@@ -121,7 +121,7 @@ def test_what_was_exported_is_read_back(case, tmp_path):
   config, model_type = config_of(case), CASES[case][0]
   arrays, sizes = arrays_of(config), name_maps.sizes_of(model_spec(config))
   adapters = peft_adapter.tensors(model_spec(config), model_type)
-  tensors = {n: peft_adapter.joined(t, sizes, giving(arrays)) for n, t in adapters.items()}
+  tensors = {n: name_maps.joined(t, sizes, giving(arrays)) for n, t in adapters.items()}
   adapter = stored(tmp_path / "a", config, model_type, tensors)
   found = peft_adapter.read(adapter, model_spec(config), model_type)
   assert {*found} == {name for name in arrays if "lora_" in name}
