@@ -1,4 +1,4 @@
-"""From a data set to rows, and the store they lie in."""
+"""From a TFDS data set to rows, by a shard of the store."""
 
 import json
 import os
@@ -8,11 +8,11 @@ import sys
 
 import numpy as np
 import pytest
+from etils import epath
 
-from input_pipeline import prepare, row_source
-from input_pipeline.sources import tfds
-from input_pipeline.sources.catalog import Reference
-from tests.helpers.syncs import Syncs
+from input_pipeline import row_source, store, tfds, tfds_documents
+from input_pipeline.catalog import Reference
+from tests.input_pipeline.damage import shard_of
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -95,64 +95,52 @@ def test_a_store_is_reused_without_tfds(config):
 
 
 def test_a_folder_without_manifest_is_prepared_again(config, tiny_text):
-  data = config(tiny_text, sequence_length=31)
-  store = prepare.prepare(data, "train")
-  digest = store.manifest["digest"]
-  (store.folder / prepare.MANIFEST_FILE).unlink()
-  left_over = store.folder.parent / f"{store.folder.name}.dead.tmp"
+  data = config(tiny_text, packing="none")
+  folder = shard_of(data)
+  digest = store.Shard.open(epath.Path(folder)).digest
+  (folder / store.MANIFEST).unlink()
+  left_over = folder.parent / f"{folder.name}.dead.tmp"
   left_over.mkdir()
-  assert prepare.prepare(data, "train").manifest["digest"] == digest
+  assert store.Shard.open(epath.Path(shard_of(data))).digest == digest
   assert not left_over.exists()
 
 
-def test_a_failure_half_way_leaves_no_store(config, tiny_text, monkeypatch):
-  data = config(tiny_text, sequence_length=5)
-  write, calls = prepare._RowWriter.write, []
+def test_a_failure_half_way_leaves_no_shard(config, tiny_images, monkeypatch):
+  data = config(tiny_images, "image", input_size=15, target_size=4)
+  add, calls = store.ShardWriter.add, []
 
-  def failing(self, row):
-    calls.append(row)
+  def failing(self, *arguments):
+    calls.append(arguments)
     if len(calls) == 4:
       raise OSError(28, "No space left on device")
-    write(self, row)
+    add(self, *arguments)
 
-  monkeypatch.setattr(prepare._RowWriter, "write", failing)
-  with pytest.raises(
-    ValueError, match=r"tiny_text cannot be prepared in .*No space left.*free some space"
-  ):
-    prepare.prepare(data, "train")
+  monkeypatch.setattr(store.ShardWriter, "add", failing)
+  with pytest.raises(ValueError, match=r"data cannot be prepared in .*No space left.*free some sp"):
+    tfds_documents.prepare(data, "train[:5]")
   monkeypatch.undo()
-  assert len(row_source.open_source(data, "train", seed=0)) == 20
+  assert len(row_source.open_source(data, "train[:5]", seed=0)) == 5
 
 
-def test_a_manifest_that_disagrees_is_refused(config, tiny_text):
-  data = config(tiny_text, sequence_length=13)
-  store = prepare.prepare(data, "train")
-  path = store.folder / prepare.MANIFEST_FILE
-  path.write_text(json.dumps(store.manifest | {"sequence_length": 14}))
-  with pytest.raises(
-    ValueError, match=r"sequence_length is 14, not 13; delete .*-13 and run again"
-  ):
-    prepare.prepare(data, "train")
-  path.write_text(json.dumps(store.manifest | {"rows": 3}))
-  with pytest.raises(ValueError, match=r"rows.array_record has 8 rows, store.json says 3; delete"):
-    row_source.open_source(data, "train", seed=0)
-  malformed = [{"rows": "8"}, {"examples": None}, {"row_file_bytes": -1}, {"bad_records": ["x"]}]
-  texts = [json.dumps(store.manifest | values) for values in malformed]
-  for text in ("{", "", "[]", "7", "\0" * 99, "[" * 100_000, "{}", *texts):
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"store.json cannot be read .*; delete") as refusal:
-      prepare.prepare(data, "train")
-    assert len(str(refusal.value)) < 500
-  for make in (os.mkfifo, os.mkdir):
-    path.unlink()
-    make(path)
-    with pytest.raises(ValueError, match=r"store.json cannot be read .*, not a plain file\); del"):
-      prepare.prepare(data, "train")
-  os.rmdir(path)
-  path.write_text(json.dumps(store.manifest))
-  os.truncate(store.rows_path, 1000)
-  with pytest.raises(ValueError, match=r"rows.array_record has 1000 bytes, but store.json says"):
-    prepare.prepare(data, "train")
+@pytest.mark.parametrize(
+  "facts", [{"shape": [3, 4, 1]}, {"shape": "x"}, {"shape": 3}, {"labels": [1]}, {"labels": [3, 0]}]
+)
+def test_a_shard_that_describes_other_images_is_refused(config, tiny_images, facts):
+  data = config(tiny_images, "image", input_size=15, target_size=4)
+  path = shard_of(data) / store.MANIFEST
+  content = path.read_text()
+  path.write_text(json.dumps(json.loads(content) | facts))
+  try:
+    with pytest.raises(ValueError, match=r"shard.json cannot be read .*; delete .* and run again"):
+      row_source.open_source(data, "train", seed=0)
+  finally:
+    path.write_text(content)
+
+
+def test_a_feature_that_an_embedded_data_set_lacks_is_refused(config):
+  data = config("python_source", text_feature="body", packing="none")
+  with pytest.raises(ValueError, match="has no feature 'body'"):
+    row_source.open_source(data, "test", seed=0)
 
 
 def _run(program):
@@ -177,12 +165,3 @@ def test_two_processes_prepare_at_once(config, tmp_path):
   assert [process.returncode for process in processes] == [0, 0]
   expected = row_source.open_source(config("python_source"), "test", seed=0).fingerprint
   assert outputs == [f"{expected}\n"] * 2
-
-
-def test_a_store_is_on_the_disk_before_it_gets_its_name(config, tiny_text, monkeypatch):
-  syncs = Syncs(monkeypatch)
-  data = config(tiny_text, sequence_length=33)
-  found = prepare.prepare(data, "train")
-  folder = pathlib.Path(found.folder)
-  assert syncs.unsynced_at(folder) == []
-  assert syncs.events[-1] == ("sync", folder.parent)

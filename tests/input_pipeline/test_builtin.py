@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from etils import epath
 
-from input_pipeline import row_source
-from input_pipeline.sources import tfds
-from input_pipeline.sources.catalog import EMBEDDED, Reference
+from input_pipeline import row_source, tfds
+from input_pipeline.catalog import EMBEDDED, Reference
 
 
 def _examples(data_dir, name, split):

@@ -18,8 +18,8 @@ from absl import logging
 from array_record.python import array_record_module
 from etils import epath
 
-from input_pipeline.file_lock import locked
-from input_pipeline.sources import catalog
+from input_pipeline import catalog
+from input_pipeline.store import locked, no_tick
 from runtime import files
 from runtime.suggest import nearest
 
@@ -63,15 +63,11 @@ class _Info(tfds.core.DatasetInfo):
     """Does nothing."""
 
 
-def _no_build_tick(what, count):
-  """Ignores progress."""
-
-
 class PythonSource(tfds.core.GeneratorBasedBuilder):
   """The .py files of the running Python's standard library, without its tests."""
 
   VERSION = tfds.core.Version(catalog.EMBEDDED["python_source"].version)
-  tick = staticmethod(_no_build_tick)  # called for each example with (what, how many)
+  tick = staticmethod(no_tick)  # called for each example with (what, how many)
   url_infos = _NO_DOWNLOADS
   BUILDER_CONFIGS = [  # noqa: RUF012 (the attribute is TFDS's)
     tfds.core.BuilderConfig(name=catalog.EMBEDDED["python_source"].config)
@@ -108,7 +104,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
   """scikit-learn's 1,797 handwritten digits of 8 by 8 pixels."""
 
   VERSION = tfds.core.Version(catalog.EMBEDDED["digits"].version)
-  tick = staticmethod(_no_build_tick)
+  tick = staticmethod(no_tick)
   url_infos = _NO_DOWNLOADS
 
   def _info(self):
@@ -150,7 +146,7 @@ BUILDERS = {"python_source": PythonSource, "digits": Digits}
 _EXAMPLES_PER_READ = 256
 
 
-def load_builder(reference, root, tick=lambda what, count: None):
+def load_builder(reference, root, tick=no_tick):
   """Returns a TFDS builder whose data is prepared below `root`; prepares it first if it is not.
 
   Data on disk takes precedence, even without a builder class, so that a prepared data_dir gives the
@@ -159,7 +155,7 @@ def load_builder(reference, root, tick=lambda what, count: None):
   Args:
     reference: catalog.Reference to the data set.
     root: the data_dir.
-    tick: as in `prepare.prepare`, while a built-in data set is built.
+    tick: as of `tfds_documents.prepare`, while a built-in data set is built.
 
   Raises:
     ValueError: an unknown data set, or one that is not prepared and cannot be.

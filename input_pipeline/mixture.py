@@ -1,13 +1,21 @@
 """Several sources as one: the rows of each after those of the one before."""
 
+import contextlib
+import copy
 import hashlib
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+from etils import epy
 
-from input_pipeline.bad_records import BadRecords
-from input_pipeline.order import Part
-from input_pipeline.row_store import UnreadableError
-from input_pipeline.source import Source
+from input_pipeline import rows, store
+from input_pipeline.bad_records import Sharing
+from input_pipeline.source import BadRecords, Part, Source, UnreadableError
+from runtime.exit_codes import RetryableError
+
+with epy.lazy_imports():  # texts need no chat template
+  from input_pipeline.text import chat_documents
 
 
 def combine(name, sources, *, maximum_epochs=None, stages=()) -> Source:
@@ -16,7 +24,7 @@ def combine(name, sources, *, maximum_epochs=None, stages=()) -> Source:
   Args:
     name: as messages call it.
     sources: name -> Source; all have the same fields.
-    maximum_epochs: name -> see `mixture.Part`; default 1.
+    maximum_epochs: name -> see `source.Part`; default 1.
     stages: see `Source`.
 
   Raises:
@@ -93,32 +101,6 @@ def _report(sources):
   return total | each
 
 
-def check_epochs(order, rows: int, position, steps: int) -> None:
-  """Raises ValueError where a run takes rows of a source more often than its maximum_epochs.
-
-  Args:
-    order: an `order.MixtureOrder`.
-    rows: how many the whole run takes.
-    position: of the run.
-    steps: of the whole run, for the message.
-  """
-  wrong = []
-  counts = order.counts(rows, position)
-  for part in order.parts:
-    most = part.maximum_epochs * part.rows
-    if part.maximum_epochs and counts[part.name] > most:
-      epochs = counts[part.name] / part.rows
-      wrong.append(
-        f"source {part.name!r} of data.sources has {part.rows} rows, and {steps} steps take"
-        f" {counts[part.name]} of it, {epochs:.2f} epochs, but its maximum_epochs is"
-        f" {part.maximum_epochs}; set maximum_epochs={-(-counts[part.name] // part.rows)} (0: no"
-        f" limit), lower its weight, or train about {int(steps / epochs * part.maximum_epochs)}"
-        f" steps"
-      )
-  if wrong:
-    raise ValueError("\n".join(wrong))
-
-
 def _reading(reads, offsets, fields):
   """Returns Source.read over several."""
 
@@ -149,8 +131,66 @@ def _reading(reads, offsets, fields):
 
 def _bad(lists, offsets) -> BadRecords:
   """Returns the unreadable rows of all; left-out documents are named per source only."""
-  rows = tuple(
+  numbers = tuple(
     row + int(first) for bad, first in zip(lists, offsets, strict=False) for row in bad.rows
   )
-  left_out = tuple(number for bad in lists for number in bad.left_out)
-  return BadRecords(rows, left_out, next((bad.why for bad in lists if bad), ""))
+  left_out = tuple(place for bad in lists for place in bad.left_out)
+  return BadRecords(numbers, left_out, next((bad.why for bad in lists if bad), ""))
+
+
+def open_mixture(
+  data: Any,
+  split: str,
+  seed: int,
+  sharing: Sharing | None = None,
+  tick: Callable = store.no_tick,
+) -> Source:
+  """Opens a split of every source; arguments and errors are those of `rows.open_source`.
+
+  Raises:
+    ValueError: likewise, naming the source.
+  """
+  sources = {}
+  for source in data.sources:
+    try:
+      sources[source["name"]] = rows.open_source(data_of(data, source), split, seed, sharing, tick)
+    except (ValueError, RetryableError) as error:  # from which a supervisor's exit code follows
+      raise ValueError(f"source {source['name']!r} of data.sources: {error}") from error
+  first = {source["name"]: float(source["weight"]) for source in data.sources}
+  return combine(
+    f"{data.name} {split}",
+    sources,
+    maximum_epochs={s["name"]: s.get("maximum_epochs", 1) for s in data.sources},
+    stages=((0, first), *((step, dict(weights)) for step, weights in data.stages)),
+  )
+
+
+def data_of(data: Any, source: Any) -> Any:
+  """Returns the `data` section of one source of a mixture."""
+  data = copy.deepcopy(data)
+  with data.unlocked():
+    data.sources, data.stages = (), ()
+    data.files = source["files"]
+    data.evaluation_files = source.get("evaluation_files", "")
+    data.text_feature = source.get("text_feature", "")
+  return data
+
+
+def example_conversations(data: Any, count: int) -> list["chat_documents.Example"]:
+  """Returns the first conversations that are trained on, of a mixture those of its first source.
+
+  Args:
+    data: the config's `data` section.
+    count: how many.
+
+  Raises:
+    ValueError: as of `rows.open_source`.
+  """
+  data = data_of(data, data.sources[0]) if data.sources else data
+  prepared, chosen, name = rows.documents_of(data, data.train_split)
+  chosen, _ = chat_documents.select_conversations(prepared, chosen, data, name)
+  found = []
+  for number in chosen[:count].tolist():
+    with contextlib.suppress(store.RecordError):  # data.max_bad_records decides about those
+      found.append(chat_documents.example(prepared, number))
+  return found
