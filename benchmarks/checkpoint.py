@@ -46,6 +46,7 @@ import numpy as np
 from absl import app, flags, logging
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.timing import ratio, spread
 from training.checkpointing.checkpointer import Checkpointer
 
 _PARTS = flags.DEFINE_list("parts", "start,loop,disk", "Which parts.")
@@ -106,8 +107,8 @@ def _start(folder):
       shutil.rmtree(workdir)
   print(f"{_CONFIG.value}: seconds from the command to the first step, compiled before")
   for kind, found in seconds.items():
-    print(f"  {kind}: {_spread(found)}")
-  print(f"  restored / fresh: {_ratio(seconds['restored'], seconds['fresh']):.2f}")
+    print(f"  {kind}: {spread(found)}")
+  print(f"  restored / fresh: {ratio(seconds['restored'], seconds['fresh']):.2f}")
   return True
 
 
@@ -139,8 +140,8 @@ def _loop(folder):
   print(f"{_CONFIG.value}: milliseconds per step, {LAST - EVERY} steps of each run")
   means = {every: [1e3 * mean_seconds(run) for run in runs] for every, runs in laps.items()}
   for every, found in means.items():
-    print(f"  saving {f'every {every}' if every else 'at the end'}: {_spread(found, 0)}")
-  slowdown, within = _ratio(means[EVERY], means[0]), slowdown_within(laps[EVERY])
+    print(f"  saving {f'every {every}' if every else 'at the end'}: {spread(found, 0)}")
+  slowdown, within = ratio(means[EVERY], means[0]), slowdown_within(laps[EVERY])
   print(f"  slowdown {within:.3f} (between laps), {slowdown:.3f} (between runs)")
   return within < MOST_SLOWDOWN
 
@@ -220,15 +221,15 @@ def _disk(folder):
         times.append(time.perf_counter() - began)
   mib = size / 2**20
   print(f"{mib:.1f} MiB over {_DEVICES.value} {jax.devices()[0].platform} device(s), seconds")
-  print(f"  blocked by a save: {_spread(blocked[1:], 3)}; by the first {blocked[0]:.3f}")
+  print(f"  blocked by a save: {spread(blocked[1:], 3)}; by the first {blocked[0]:.3f}")
   for name, (first, *times) in (("save", saved), ("dd with fsync", plain)):
     rate = mib / statistics.median(times)
-    print(f"  {name}: {_spread(times, 3)}; the first {first:.3f}; {rate:.0f} MiB/s")
-  ratio = statistics.median(dd / ours for dd, ours in zip(plain[1:], saved[1:], strict=True))
-  print(f"  ratio of bytes per second, save / dd: {ratio:.2f}")
+    print(f"  {name}: {spread(times, 3)}; the first {first:.3f}; {rate:.0f} MiB/s")
+  of_dd = ratio(plain[1:], saved[1:])
+  print(f"  ratio of bytes per second, save / dd: {of_dd:.2f}")
   for verify, times in restored.items():
-    print(f"  restore, checkpoint.verify={verify}: {_spread(times, 3)}")
-  return ratio >= LEAST_RATIO
+    print(f"  restore, checkpoint.verify={verify}: {spread(times, 3)}")
+  return of_dd >= LEAST_RATIO
 
 
 def _state(mebibytes):
@@ -259,17 +260,6 @@ def _dd(folder, size):
   seconds = time.perf_counter() - began
   target.unlink()
   return seconds
-
-
-def _ratio(ours, others):
-  """Returns the ratio of the medians."""
-  return statistics.median(ours) / statistics.median(others)
-
-
-def _spread(values, digits=2):
-  """Returns the median and the range as a text."""
-  middle, least, most = (f(values) for f in (statistics.median, min, max))
-  return f"{middle:.{digits}f} ({least:.{digits}f} to {most:.{digits}f})"
 
 
 if __name__ == "__main__":

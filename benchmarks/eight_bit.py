@@ -24,9 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from configs import base
-from configs.schema import finalize, validate
-from partitioning.parallel import rounding
+from benchmarks.timing import job_of
+from partitioning.parallel import eight_bit
 from partitioning.rules import named_leaves
 from runtime import devices
 from training import setup, splits
@@ -47,42 +46,36 @@ SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Of the parameters, data ord
 REPEATS = flags.DEFINE_integer("repeats", 1, "Seeds of the variants other than bfloat16.", 1)
 
 
-def job_of(variant: str, seed: int, **changes) -> setup.Job:
+def variant_job(variant: str, seed: int, **changes) -> setup.Job:
   """Returns the job of a variant."""
-  config = base.get_config("lm", mesh={})
   own = {"seed": seed, "data.global_batch_size": ROWS, "training.steps": STEPS.value}
   compute = {"training.compute_dtype": "bfloat16"}
-  for key, value in {**own, **compute, **VARIANTS[variant], **changes}.items():
-    config.update_from_flattened_dict({key: value})
-  config = finalize.finalize(config, "cpu")
-  sizes = dict.fromkeys(config.mesh, 1)
-  validate.check(config, sizes)
-  return setup.prepare(config, devices.Devices("cpu", True, sizes, {}))
+  return job_of("lm", {**own, **compute, **VARIANTS[variant], **changes})
 
 
 @contextlib.contextmanager
 def rounding_dw_too(variant: str) -> Iterator[None]:
   """Rounds the operands of dW too, where the variant says so."""
-  original = rounding.dot
+  original = eight_bit.contracted_in_8_bits
 
   def dot(a, b, contracted, dtype, *, precise=False):
     if not precise:
       return original(a, b, contracted, dtype)
     (a, of_a), (b, of_b) = (
-      rounding.rounded(x, dims, (), jnp.int8, ())
+      eight_bit.rounded_to_8_bits(x, dims, (), jnp.int8, ())
       for x, dims in zip((a, b), contracted, strict=True)
     )
     found = original(a, b, contracted, jnp.float32)
     of_a = of_a.reshape(*of_a.shape[2:], *(1,) * (of_b.ndim - 2))
     return (found * of_a * of_b.reshape(*(1,) * (a.ndim - 2), *of_b.shape[2:])).astype(dtype)
 
-  with mock.patch.object(rounding, "dot", dot if "too" in variant else original):
+  with mock.patch.object(eight_bit, "contracted_in_8_bits", dot if "too" in variant else original):
     yield
 
 
 def trained(variant: str, seed: int) -> tuple[float, float, State]:
   """Returns the mean loss of the last steps, the held-out loss, and the state."""
-  job = job_of(variant, seed)
+  job = variant_job(variant, seed)
   with rounding_dw_too(variant):
     step, evaluate = (c.function for c in (job.compile_train_step(), job.compile_eval_step()))
   data, state, losses = splits.open_data(job), job.initial_state(), []
@@ -99,7 +92,7 @@ def trained(variant: str, seed: int) -> tuple[float, float, State]:
 
 def gradients(variant: str, params, **changes) -> dict[str, np.ndarray]:
   """Returns the gradients of the layers' kernels of one batch."""
-  job = job_of(variant, 0, **changes)
+  job = variant_job(variant, 0, **changes)
   batch = splits.open_data(job).train.batch(STEPS.value, job.batch_shardings)
   history = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), job.state.variables)
   with rounding_dw_too(variant):

@@ -14,13 +14,13 @@ They must agree to rounding, or the exit code is 1.
 import functools
 import statistics
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
+from benchmarks.timing import in_turns
 from partitioning.parallel import expert_exchange
 from partitioning.parallel.expert_exchange import Exchange
 from partitioning.parallel.grouped_matmul import grouped_matmul
@@ -138,13 +138,11 @@ def main(argv: list[str]) -> int:
     "ours, tiles": of_a_loss(functools.partial(ours, "tiles")),
     "ours, ragged": of_a_loss(functools.partial(ours, "ragged")),
   }
-  given, times = inputs(), {name: [] for name in ways}
-  results = {name: jax.block_until_ready(way(*given)) for name, way in ways.items()}  # compiles
-  for _ in range(_ROUNDS.value):
-    for name, way in ways.items():
-      began = time.process_time()
-      jax.block_until_ready(way(*given))
-      times[name].append(time.process_time() - began)
+  given = inputs()
+  results = {name: jax.block_until_ready(way(*given)) for name, way in ways.items()}
+  times = in_turns(
+    {name: functools.partial(way, *given) for name, way in ways.items()}, _ROUNDS.value
+  )
   flops = 3 * 3 * 2 * _TOKENS.value * _EACH.value * _WIDTH.value * _HIDDEN.value
   plain = statistics.median(times["own tokens"])
   print(f"{_TOKENS.value} tokens, {_EACH.value} of {_EXPERTS.value} experts, jax {jax.__version__}")

@@ -7,21 +7,51 @@ Evaluations over other examples than most, such as a final one of the whole spli
 Reads WORKDIR/metrics.jsonl. docs/images/first_run.svg is the curve of `make train`.
 """
 
+import contextlib
+import io
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import matplotlib
 from absl import app, flags
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from benchmarks.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, axes, svg, text, ticks
 from training.metrics import log_lines
 
-_WORKDIR = flags.DEFINE_string("run", None, "The run's folder.", required=True)
-_OUTPUT = flags.DEFINE_string("output", None, "The file to write.", required=True)
+_WORKDIR = flags.DEFINE_string("run", None, "The run's folder.")
+_OUTPUT = flags.DEFINE_string("output", None, "The file to write.")
 _TITLE = flags.DEFINE_string("title", "", "Written above the curve.")
 
 TRAINING, EVALUATION = "#0969da", "#bc4c00"
+# The card is white with dark ink, so that it is legible on light and dark pages.
+STYLE = {
+  "svg.fonttype": "none",  # text stays text
+  "svg.hashsalt": "meshwright",  # ids are the same each time
+  "font.family": "sans-serif",
+  "axes.edgecolor": "#d0d7de",
+  "axes.titlesize": 12,
+  "axes.titlelocation": "left",
+  "text.color": "#24292f",
+}
+
+
+@contextlib.contextmanager
+def chart(title: str, x: str = "step") -> Iterator[tuple[Axes, io.StringIO]]:
+  """Yields axes to draw losses on, and the file that has their SVG afterwards."""
+  file = io.StringIO()
+  with matplotlib.rc_context(STYLE):
+    figure = Figure(figsize=(7.6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title, weight="semibold")
+    axes.set_xlabel(x)
+    axes.grid(axis="y", color="#d0d7de", linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+    yield axes, file
+    axes.legend(frameon=False, labelcolor="linecolor", handlelength=1.2)
+    figure.savefig(file, format="svg", metadata={"Date": None, "Title": title})
 
 
 def read(workdir: pathlib.Path) -> list[Mapping[str, Any]]:
@@ -39,40 +69,21 @@ def read(workdir: pathlib.Path) -> list[Mapping[str, Any]]:
 def draw(lines: Sequence[Mapping[str, Any]], title: str) -> str:
   """Returns the SVG of the finite losses."""
   losses = [(one["step"], one["loss"]) for one in lines if isinstance(one.get("loss"), float)]
-  evaluations = log_lines.by_examples(lines, "eval_loss")
-  points = [*losses, *((one["step"], one["eval_loss"]) for _, some in evaluations for one in some)]
-  steps = ticks(0, max(step for step, _ in points))
-  heights = ticks(min(loss for _, loss in points), max(loss for _, loss in points))
-
-  def x(step: float) -> float:
-    return LEFT + (WIDTH - LEFT - RIGHT) * step / steps[-1]
-
-  def y(loss: float) -> float:
-    share = (loss - heights[0]) / (heights[-1] - heights[0])
-    return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
-
-  parts = axes(title, steps, heights, x, y)
-  line = "L".join(f"{x(step):.1f} {y(loss):.1f}" for step, loss in losses)
-  parts.append(f'<path d="M{line}" fill="none" stroke="{TRAINING}" stroke-width="2"/>')
-  legend = [("training loss", TRAINING, f"{losses[-1][1]:.2f} after {losses[-1][0]} steps")]
-  for number, (over, some) in enumerate(evaluations):
-    parts += [_point(x(one["step"]), y(one["eval_loss"]), round_=not number) for one in some]
-    last = some[-1]
-    error = last.get(log_lines.standard_error("eval_loss"))
-    said = f"{last['eval_loss']:.2f}{f' ± {error:.2f}' if error else ''} after {last['step']} steps"
-    shape = " ◆" if number else " ●"
-    legend.append((f"evaluation loss{shape}{f' ({over})' if over else ''}", EVALUATION, said))
-  for row, (name, color, end) in enumerate(legend):
-    place = f'text-anchor="end" fill="{color}"'
-    parts.append(text(WIDTH - RIGHT - 8, TOP + 18 + 18 * row, f"{name}: {end}", place))
-  return svg(title, parts)
-
-
-def _point(x: float, y: float, *, round_: bool) -> str:
-  """Returns a circle, or a diamond."""
-  if round_:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{EVALUATION}"/>'
-  return f'<path d="M{x:.1f} {y - 6:.1f}l6 6l-6 6l-6 -6z" fill="{EVALUATION}"/>'
+  with chart(title) as (axes, file):
+    last = f"{losses[-1][1]:.2f} after {losses[-1][0]} steps"
+    axes.plot(*zip(*losses, strict=True), color=TRAINING, label=f"training loss: {last}")
+    for number, (over, some) in enumerate(log_lines.by_examples(lines, "eval_loss")):
+      end = some[-1]
+      error = end.get(log_lines.standard_error("eval_loss"))
+      said = f"{end['eval_loss']:.2f}{f' ± {error:.2f}' if error else ''} after {end['step']} steps"
+      axes.plot(
+        [one["step"] for one in some],
+        [one["eval_loss"] for one in some],
+        "D" if number else "o",
+        color=EVALUATION,
+        label=f"evaluation loss{f' ({over})' if over else ''}: {said}",
+      )
+  return file.getvalue()
 
 
 def main(_: Sequence[str]) -> None:
@@ -82,4 +93,5 @@ def main(_: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+  flags.mark_flags_as_required(["run", "output"])
   app.run(main)

@@ -19,8 +19,7 @@ moments of a float32 run are from what is stored of them, and the update that fo
 import json
 import pathlib
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -29,10 +28,9 @@ import numpy as np
 from absl import app, flags
 from ml_collections import ConfigDict
 
-from configs import base
-from configs.schema import finalize
+from benchmarks.timing import in_turns, job_of, resolved, spread, stepper
 from runtime import devices
-from training import setup, splits
+from training import splits
 from training.optimizers.low_precision import BLOCK, Blocks, decode_blocks, encode_blocks
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -73,18 +71,13 @@ class Variant:
     given = dict(text.split("=", 1) for text in SET.value)
     parsed = {key: json.loads(value) for key, value in given.items()}
     self._keys = {"training.steps": STEPS.value, **parsed, **keys}
-    config = self._config(0)
-    sizes = dict.fromkeys(config.mesh, 1)
-    self.job = setup.prepare(config, devices.Devices("cpu", True, sizes, {}))
+    self.job = job_of("lm", {**self._keys, "seed": 0})
     self.init = self.job.compile_init().function
     self.step = self.job.compile_train_step().function
     self._evaluate = self.job.compile_eval_step().function
 
   def _config(self, seed: int) -> ConfigDict:
-    config = base.get_config("lm", mesh={})
-    for key, value in {**self._keys, "seed": seed}.items():
-      config.update_from_flattened_dict({key: value})
-    return finalize.finalize(config, "cpu")
+    return resolved("lm", {**self._keys, "seed": seed})
 
   def batches(self, seed: int) -> Callable[[int], Mapping[str, jax.Array]]:
     """Returns the training batches in the order of a seed."""
@@ -118,19 +111,6 @@ class Variant:
       for tree in (state.params, state.optimizer)
     )
     return of_params, of_state
-
-
-def seconds(variants: Mapping[str, Variant]) -> dict[str, float]:
-  """Returns the median processor time of a step; steps of the variants are taken in turn."""
-  states = {name: one.init(jax.random.key(0)) for name, one in variants.items()}
-  batch = next(iter(variants.values())).batches(0)(0)
-  times: dict[str, list[float]] = {name: [] for name in variants}
-  for _ in range(1 + ROUNDS):
-    for name, one in variants.items():
-      began = time.process_time()
-      states[name], _ = jax.block_until_ready(one.step(states[name], batch))
-      times[name].append(time.process_time() - began)
-  return {name: statistics.median(found[1:]) for name, found in times.items()}
 
 
 def run_all(variants: Mapping[str, Variant]) -> list[dict[str, Any]]:
@@ -236,11 +216,6 @@ def compare_codes() -> None:
     print(f"| {name} | {texts} | {np.abs(found).max() / np.abs(update).max():.2f} times |")
 
 
-def spread(values: Sequence[float]) -> str:
-  """Returns `1.675 (1.661 to 1.690)`: mean, least and most."""
-  return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
-
-
 def main(_) -> None:
   """Prints the table."""
   devices.start({"data": 1}, simulate=True)
@@ -253,15 +228,18 @@ def main(_) -> None:
     for name, keys in VARIANTS.items()
     if not words or any(word in name for word in words)
   }
-  records, times = run_all(variants), seconds(variants)
+  records = run_all(variants)
+  steps = {name: stepper(one.job, one.step) for name, one in variants.items()}
+  times = {name: statistics.median(x) for name, x in in_turns(steps, ROUNDS).items()}
   first = next(iter(times.values()))
   print("| stored | parameters | moments | last losses | held out | step |")
   print("| --- | --- | --- | --- | --- | --- |")
   for name, one in variants.items():
     mine = [record for record in records if record["variant"] == name]
     params, moments = one.bytes_per_parameter()
-    losses = " | ".join(spread([r[what] for r in mine]) for what in ("training", "held_out"))
-    print(f"| {name} | {params:.2f} | {moments:.2f} | {losses} | {times[name] / first:.2f} |")
+    losses = (spread([r[what] for r in mine], 3, np.mean) for what in ("training", "held_out"))
+    sizes = f"{params:.2f} | {moments:.2f}"
+    print(f"| {name} | {sizes} | {' | '.join(losses)} | {times[name] / first:.2f} |")
 
 
 if __name__ == "__main__":

@@ -14,32 +14,26 @@ import time
 
 import jax
 from absl import app, flags
-from ml_collections import ConfigDict
 
-from configs import base
-from configs.schema import finalize
+from benchmarks.timing import in_turns, job_of
 from partitioning.shardings import size_text
 from runtime import devices
 from runtime.collectives import collectives as collectives_of
-from training import setup
 from training.state import State
 
 MESHES = ({"data": 8}, {"fsdp": 8}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2})
 ROUNDS = flags.DEFINE_integer("rounds", 5, "Updates of which the median is taken.", 1)
 
 
-def config_of(name: str, mesh: dict[str, int]) -> ConfigDict:
-  """Returns the finalized config of the recipe `lm`."""
-  config = base.get_config("lm", mesh=mesh)
-  config.optimizer.name = name
-  return finalize.finalize(config, "cpu")
+def measured(name: str, mesh: dict[str, int]) -> tuple[dict[str, int], dict[str, int], float]:
+  """Returns kind -> bytes of an update, and of a refresh in addition; and an update's seconds.
 
-
-def measured(
-  config: ConfigDict, where: devices.Devices
-) -> tuple[dict[str, int], dict[str, int], float]:
-  """Returns kind -> bytes of an update, and of a refresh in addition; and an update's seconds."""
-  job = setup.prepare(config, where)
+  Args:
+    name: of the optimizer.
+    mesh: axis -> size.
+  """
+  sizes = {f"mesh.{axis}": size for axis, size in mesh.items()}
+  job = job_of("lm", {"optimizer.name": name, **sizes})
   placed = job.state_shardings
 
   def update(state: State, grads) -> State:
@@ -54,12 +48,14 @@ def measured(
     refresh = "/cond/branch_1_fun/" in one.source  # where its predicate holds
     (more if refresh else sent)[one.kind] += (one.count or 1) * one.bytes
   state = jax.block_until_ready(job.initial_state())
-  grads, seconds = state.params, []
-  for _ in range(1 + ROUNDS.value):
-    began = time.monotonic()
+  grads = state.params
+
+  def take() -> None:
+    nonlocal state
     state = jax.block_until_ready(compiled(state, grads))
-    seconds.append(time.monotonic() - began)
-  return dict(sent), dict(more), statistics.median(seconds[1:])
+
+  [seconds] = in_turns({name: take}, ROUNDS.value, time.monotonic).values()
+  return dict(sent), dict(more), statistics.median(seconds)
 
 
 def main(_) -> None:
@@ -67,10 +63,8 @@ def main(_) -> None:
   devices.start({"data": 8}, simulate=True)
   for mesh in MESHES:
     for name in ("muon", "contrib.muon", "soap"):
-      config = config_of(name, mesh)
-      sizes = dict.fromkeys(config.mesh, 1) | mesh
       title = " x ".join(f"{axis}={size}" for axis, size in mesh.items())
-      sent, more, seconds = measured(config, devices.Devices("cpu", True, sizes, {}))
+      sent, more, seconds = measured(name, mesh)
       print(f"{title}, {name}: {_text(sent)}, {seconds * 1000:.0f} ms", flush=True)
       if more:
         print(f"{title}, {name}, each refresh in addition: {_text(more)}", flush=True)

@@ -61,10 +61,10 @@ def train_step(job: Job, state: State, batch, rate: jax.Array):
 
   def update(grads, optimizer_state, params):
     updates, optimizer_state = inner.update(grads, optimizer_state, params)
-    return jax.tree.map(lambda x: x * rate, updates), optimizer_state
+    scaled = jax.tree.map(lambda x: x * rate, updates)
+    return optax.apply_updates(params, scaled), optimizer_state
 
-  optimizer = optax.GradientTransformation(inner.init, update)
-  return dataclasses.replace(job.program, optimizer=optimizer).train_step(state, batch)
+  return dataclasses.replace(job.program, update=update).train_step(state, batch)
 
 
 def losses(job: Job, rates: Sequence[float], seeds: int) -> list[float]:

@@ -12,18 +12,14 @@ row has the medians of processor time, the cost of a tick over that of a microba
 """
 
 import statistics
-import time
 
 import jax
 import numpy as np
 from absl import app, flags
 
-from configs import single
-from configs.schema import finalize, validate
-from partitioning.mesh_sizes import resolve_sizes
+from benchmarks.timing import in_turns, job_of, stepper
 from planning import prediction
-from runtime.devices import Devices
-from training import setup
+from training.setup import Job
 
 _STAGES = flags.DEFINE_integer("pipeline_stages", 4, "Stages.", 2)
 _MICROBATCHES = flags.DEFINE_integer("pipeline_microbatches", 16, "Microbatches.", 1)
@@ -42,10 +38,8 @@ SCHEDULES = {
 }
 
 
-def job_of(**keys) -> setup.Job:
+def decoder(**keys) -> Job:
   """Returns the job of a decoder with two layers for each of two chunks per stage."""
-  config = single.get_config("lm")
-  microbatches = _MICROBATCHES.value
   shared = {
     "model.layers": 4 * _STAGES.value,
     "model.model_size": _WIDTH.value,
@@ -53,55 +47,11 @@ def job_of(**keys) -> setup.Job:
     "model.heads": 4,
     "model.kv_heads": 4,
     "data.sequence_length": _LENGTH.value,
-    "data.global_batch_size": microbatches,
+    "data.global_batch_size": _MICROBATCHES.value,
     "training.attention_kernel": "xla",
     "training.loss_chunks": 1,
   }
-  for key, value in {**shared, **keys}.items():
-    config.update_from_flattened_dict({key: value})
-  sizes = resolve_sizes(config.mesh, None)
-  config = finalize.finalize(config, "cpu")
-  validate.check(config, sizes)
-  return setup.prepare(config, Devices("cpu", True, sizes))
-
-
-class Steps:
-  """A compiled train step, with its state and a batch."""
-
-  def __init__(self, job: setup.Job):
-    """Compiles, and takes a step that is not timed."""
-    self.job, self.program = job, job.compile_train_step().function
-    random = np.random.default_rng(0)
-    arrays = {
-      name: np.ones(x.shape, x.dtype)
-      if name == "weights"
-      else random.integers(0, 2 if name == "segments" else 256, x.shape).astype(x.dtype)
-      for name, x in job.batch.items()
-    }
-    self.batch = jax.device_put(arrays, job.batch_shardings)
-    self.state, self.seconds, self.loss = job.initial_state(), [], 0.0
-    self._take()
-
-  def _take(self) -> float:
-    began = time.process_time()
-    self.state, metrics = self.program(self.state, self.batch)
-    self.loss = float(metrics["loss"])
-    jax.block_until_ready(self.state)
-    return time.process_time() - began
-
-  def time(self) -> None:
-    """Takes a timed step."""
-    self.seconds.append(self._take())
-
-  @property
-  def processor_seconds(self) -> float:
-    """Returns the median of the timed steps."""
-    return statistics.median(self.seconds)
-
-  @property
-  def predicted(self) -> float:
-    """Returns the seconds that the plan predicts; simulated devices share a machine's speed."""
-    return prediction.of_program(self.job, self.program).step_seconds[1]
+  return job_of("lm", {**shared, **keys})
 
 
 def main(argv: list[str]) -> None:
@@ -114,31 +64,25 @@ def main(argv: list[str]) -> None:
     "training.rematerialization": "full",
   }
   stages = {"mesh.stage": _STAGES.value, "training.microbatches": count}
-  runs = {"one device": Steps(job_of(**plain))}
-  runs |= {name: Steps(job_of(**stages, **keys)) for name, keys in SCHEDULES.items()}
-  for _ in range(_ROUNDS.value):
-    for run in runs.values():
-      run.time()
-  first = runs["one device"]
-  losses = [run.loss for run in runs.values()]
+  jobs = {"one device": decoder(**plain)}
+  jobs |= {name: decoder(**stages, **keys) for name, keys in SCHEDULES.items()}
+  programs = {name: one.compile_train_step().function for name, one in jobs.items()}
+  predicted = {
+    name: prediction.of_program(one, programs[name]).step_seconds[1] for name, one in jobs.items()
+  }
+  takes = {name: stepper(one, programs[name]) for name, one in jobs.items()}
+  seconds = {k: statistics.median(x) for k, x in in_turns(takes, _ROUNDS.value).items()}
+  losses = [float(take()["loss"]) for take in takes.values()]
   assert np.allclose(losses, losses[0], rtol=1e-4), losses
+  first = seconds["one device"]
   print("| schedule | ticks | processor s of a step | tick / microbatch | step / step, predicted |")
   print("| --- | --- | --- | --- | --- |")
-  each = first.processor_seconds / count
-  print(f"| one device | {count} | {first.processor_seconds:.2f} | 1.00 | 1.00 |")
+  print(f"| one device | {count} | {first:.2f} | 1.00 | 1.00 |")
   for name in SCHEDULES:
-    run = runs[name]
-    schedule = run.job.program.pipeline
-    ticks = schedule.forward_ticks / schedule.chunks
-    tick = run.processor_seconds / ticks / each
-    ratio, predicted = (
-      run.processor_seconds / first.processor_seconds,
-      run.predicted / first.predicted,
-    )
-    print(
-      f"| {name} | {schedule.forward_ticks} | {run.processor_seconds:.2f} | "
-      f"{tick:.2f} | {ratio:.2f}, {predicted:.2f} |"
-    )
+    schedule = jobs[name].program.pipeline
+    tick = seconds[name] / (schedule.forward_ticks / schedule.chunks) / (first / count)
+    ratios = f"{seconds[name] / first:.2f}, {predicted[name] / predicted['one device']:.2f}"
+    print(f"| {name} | {schedule.forward_ticks} | {seconds[name]:.2f} | {tick:.2f} | {ratios} |")
 
 
 if __name__ == "__main__":

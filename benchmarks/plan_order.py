@@ -13,15 +13,13 @@ import itertools
 import statistics
 import time
 
-import jax
 import numpy as np
 from absl import app, flags
 
-from benchmarks.llama_cpu import MODEL
-from benchmarks.step_overhead import ROUNDS
+from benchmarks.step_overhead import LLAMA, ROUNDS
+from benchmarks.timing import in_turns, stepper
 from configs import single
 from planning import plan
-from training.setup import Job
 
 flags.set_default(ROUNDS, 5)  # steps of each mesh that are timed, one a round
 
@@ -45,32 +43,9 @@ MESHES = (
 def planned(mesh: dict[str, int]) -> plan.Plan:
   """Returns the plan of a mesh, for the simulated devices."""
   config = single.get_config("lm")
-  config.update_from_flattened_dict({**MODEL, "model.kv_heads": 8})
+  config.update_from_flattened_dict({**LLAMA, "model.kv_heads": 8})
   config.mesh.update(mesh)
   return plan.make(config, None, simulate=True)
-
-
-def stepper(job: Job):
-  """Returns a function that takes a step and returns its seconds."""
-  compiled = job.compile_train_step().function
-  random = np.random.default_rng(0)
-  batch = {
-    name: random.integers(0, 1000, x.shape).astype(x.dtype) if x.dtype == np.int32 else 1.0
-    for name, x in job.batch.items()
-  }
-  batch = {name: np.broadcast_to(x, job.batch[name].shape) for name, x in batch.items()}
-  batch = {name: x.astype(job.batch[name].dtype) for name, x in batch.items()}
-  batch = jax.device_put(batch, job.batch_shardings)
-  kept = [job.initial_state()]
-
-  def step() -> float:
-    began = time.perf_counter()
-    kept[0], metrics = compiled(kept[0], batch)
-    jax.block_until_ready(metrics)
-    return time.perf_counter() - began
-
-  step()
-  return step
 
 
 def ranks(values: list[float]) -> np.ndarray:
@@ -82,9 +57,9 @@ def main(argv: list[str]) -> int:
   """Plans and measures every mesh; returns the exit code."""
   del argv
   plans = [planned(mesh) for mesh in MESHES]
-  steps = [stepper(one.job) for one in plans]
-  seconds = [[step() for step in steps] for _ in range(ROUNDS.value)]
-  measured = [statistics.median(column) for column in zip(*seconds, strict=True)]
+  steps = {str(mesh): stepper(one.job) for mesh, one in zip(MESHES, plans, strict=True)}
+  seconds = in_turns(steps, ROUNDS.value, time.perf_counter).values()
+  measured = [*map(statistics.median, seconds)]
   predicted = [one.step_seconds[1] for one in plans]
   for mesh, said, took in sorted(
     zip(MESHES, predicted, measured, strict=True), key=lambda row: row[2]

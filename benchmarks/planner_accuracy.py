@@ -23,6 +23,7 @@ from absl import app, flags
 
 from configs import fsdp8
 from planning import analytic, aot
+from planning.step_facts import of_job
 from planning.topology import parse
 from runtime.chips import CHIPS, REASONS, SOURCES, Rates, overridden
 from tests.docs.pages import write_section
@@ -194,7 +195,8 @@ def without_fusion(row: Row, found: dict) -> dict:
   job = aot.prepare(config, topology, aot.simulated(config, topology))
   where = aot.places(job.mesh, topology)
   compiled, eager = (
-    analytic.times(job, where, topology.chip, rates, fused=fused).step for fused in (True, False)
+    analytic.times(of_job(job), where, topology.chip, rates, fused=fused).step
+    for fused in (True, False)
   )
   speeds = ("tokens_per_second_per_device", "mfu", "mfu_causal")
   return found | {name: found[name] * compiled / eager for name in speeds}

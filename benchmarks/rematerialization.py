@@ -11,17 +11,14 @@ arrays are among its temporaries. docs/memory.md has the table.
 import jax
 from absl import app
 
-from configs import single
-from configs.schema import finalize
-from partitioning.mesh_sizes import resolve_sizes
+from benchmarks.timing import job_of
 from partitioning.shardings import size_text
-from planning import activation_memory, step_time
+from planning import step_time, traced_step
 from planning.interconnect import in_order
+from planning.step_facts import of_job
 from planning.topology import parse
 from runtime import hlo
 from runtime.chips import CHIPS, Rates
-from runtime.devices import Devices
-from training import setup
 
 VALUES = (
   "none",
@@ -37,12 +34,8 @@ VALUES = (
 
 def row(value: str) -> str:
   """Returns a row of the table."""
-  config = single.get_config("lm")
-  config.training.rematerialization = value
-  config = finalize.finalize(config, "cpu")
-  sizes = resolve_sizes(config.mesh, 1, {})
-  job = setup.prepare(config, Devices("cpu", True, sizes, {}))
-  layers = activation_memory.by_the_layers(job)
+  job = job_of("lm", {"training.rematerialization": value})
+  layers = traced_step.by_the_layers(of_job(job))
   compiled = job.compile_train_step().function
   program = hlo.parse(compiled.as_text())
   one = in_order(parse("cpu:1"), 1)

@@ -12,20 +12,18 @@ to the fastest in both; exits with 1 if neither is at most 1.05.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import jax
 import numpy as np
 from absl import app, flags
 
 from benchmarks.step_overhead import ROUNDS
+from benchmarks.timing import stepper
 from commands import search_process
 from configs import dp8
-from planning import aot, search, search_results, short_runs
-from planning.search_choice import Estimate
-from planning.topology import parse
+from planning import aot, search, search_results
+from planning.search_results import Estimate
 from runtime import compilation_cache
-from runtime.chips import overridden
 from training.setup import Job
 
 flags.set_default(ROUNDS, 3)
@@ -57,30 +55,18 @@ def settings(found: search_results.Found, count: int) -> list[Estimate]:
   return list(every.values())[:count]
 
 
-def stepper(job: Job) -> Callable[[], list[tuple[float, float]]]:
-  """Returns a function that takes some steps and returns (wall, processor) seconds of each."""
-  step = aot.compile_to_run(job)[1]
-  batch = jax.device_put(short_runs.example(job), job.batch_shardings)
-  kept = [job.initial_state()]
-
-  def timed() -> list[tuple[float, float]]:
-    taken = []
-    for _ in range(1 + STEPS):
-      wall, processor = time.perf_counter(), time.process_time()
-      kept[0], _ = jax.block_until_ready(step(kept[0], batch))
-      taken.append((time.perf_counter() - wall, time.process_time() - processor))
-    return taken[1:]
-
-  return timed
-
-
 def measured(jobs: Sequence[Job], rounds: int) -> np.ndarray:
   """Returns the least (wall, processor) seconds of each job, in alternating rounds."""
-  steps = [stepper(job) for job in jobs]
+  steps = {number: stepper(job, aot.compile_to_run(job)[1]) for number, job in enumerate(jobs)}
   least = np.full((len(jobs), 2), math.inf)
   for _ in range(rounds):
-    for number, timed in enumerate(steps):
-      least[number] = np.minimum(least[number], np.min(timed(), axis=0))
+    for number, step in steps.items():
+      step()  # after those of the others
+      for _ in range(STEPS):
+        began = time.perf_counter(), time.process_time()
+        step()
+        taken = time.perf_counter() - began[0], time.process_time() - began[1]
+        least[number] = np.minimum(least[number], taken)
   return least
 
 
@@ -95,9 +81,7 @@ def main(argv: list[str]) -> int:
     config, "search_accuracy", compilations=COMPILATIONS.value, simulate=True
   )
   found = search_process.of_topology(asked, None)
-  chips, rates = overridden("")
-  here = aot.attached(config, simulate=True)
-  formulas = search.Formulas(config, parse("cpu:8", chips), here, rates, found.limit)
+  formulas = search.Formulas(aot.target_of(config, simulate=True), found.limit)
   some = settings(found, SETTINGS.value)
   least = measured([formulas.job(one.setting) for one in some], ROUNDS.value)
   chosen = [one.key for one in some].index(found.best.estimate.key)

@@ -1,4 +1,4 @@
-"""Times block sizes of attention on the device at hand; prints a row of models/attention_tiles.py.
+"""Times block sizes of attention on the device at hand; prints a row of models/attention.py.
 
   python -m benchmarks.tune [--rows=2] [--length=2048] [--heads=4] [--head_size=64]
 
@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags
 
-from configs.schema import finalize
-from configs.single import get_config
-from models import attention_tiles, blockwise_attention, model_spec, splash_attention
+from benchmarks.timing import in_turns, resolved
+from models import attention, blockwise_attention, model_spec, splash_attention
 from partitioning.constraints import activation_layout
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
@@ -70,25 +69,17 @@ def compiled(attend: Callable, arrays: list[jax.Array]) -> Callable | None:
 def timed(functions: dict, arrays: list[jax.Array], platform: str) -> dict:
   """Returns the seconds of the fastest run of each function, after a first one."""
   clock = time.process_time if platform == "cpu" else time.perf_counter
-  best = dict.fromkeys(functions, float("inf"))
-  for turn in range(_TIMES.value + 1):
-    for name, function in functions.items():
-      began = clock()
-      jax.block_until_ready(function(*arrays))
-      if turn:
-        best[name] = min(best[name], clock() - began)
-  return best
+  bound = {name: functools.partial(function, *arrays) for name, function in functions.items()}
+  return {name: min(seconds) for name, seconds in in_turns(bound, _TIMES.value, clock).items()}
 
 
 def main(argv: list[str]) -> int:
   """Prints the times and the row; returns the exit code."""
   del argv
   device = jax.devices()[0]
-  config = get_config("lm")
   shape = (_ROWS.value, _LENGTH.value, _HEADS.value, _HEAD_SIZE.value)
   sizes = {"heads": _HEADS.value, "kv_heads": _HEADS.value, "head_size": _HEAD_SIZE.value}
-  config.model.update(sizes)
-  config = finalize.finalize(config, device.platform)
+  config = resolved("lm", {f"model.{name}": size for name, size in sizes.items()})
   mesh = make_mesh(dict.fromkeys(AXES, 1), [device])
   tables = config.partitioning
   legend = model_spec(config).legend
@@ -111,11 +102,11 @@ def main(argv: list[str]) -> int:
     kernel: min((one for one in best if one[0] == kernel), key=best.get)[1]
     for kernel in {one[0] for one in best}
   }
-  default = attention_tiles.DEFAULT
+  default = attention.DEFAULT_TILES
   size = fastest.get("blockwise", default.blockwise[0])
   splash = fastest.get("splash", default.splash)
   print(
-    f"\nthe row for TILES in models/attention_tiles.py:\n  {device.device_kind.lower()!r}: "
+    f"\nthe row for TILES in models/attention.py:\n  {device.device_kind.lower()!r}: "
     f'Tiles(({size}, {size}), {splash}, "measured by benchmarks/tune.py"),'
   )
   return 0

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from commands.machine import Finding, ok, warning, wrong
+from commands.machine import Finding, by_share, ok, warning, wrong
 from planning import aot, interconnect, topology
 from runtime.chips import Chip, Rates, known
 from runtime.devices import Devices
@@ -66,10 +66,7 @@ def memory(number: int, limit: int | None, chip: Chip | None) -> Iterator[Findin
     "end other programs on the device (nvidia-smi shows them), and look at "
     "XLA_PYTHON_CLIENT_MEM_FRACTION"
   )
-  if share < BROKEN_DEVICE:
-    yield wrong(text, fix)
-  else:
-    yield warning(text, fix) if share < LOW_MEMORY else ok(text)
+  yield by_share(text, share, LOW_MEMORY, BROKEN_DEVICE, fix)
 
 
 # ------------------------------ collectives along each mesh axis ------------------------------
@@ -92,18 +89,16 @@ def check_interconnect(mesh: Mesh, *, simulated: bool) -> Iterator[Finding]:
   if not axes:
     yield ok("one device: there are no collectives")
   for axis in axes:
-    seconds, right = measure(mesh, axis, SIMULATED_BYTES if simulated else BYTES)
-    sent = _sent(mesh, axis, simulated)
-    text = (
-      f"all-gather over {axis} ({mesh.shape[axis]} devices): {sent / seconds / 1e9:.2f} GB/s per "
-      f"device"
-    )
+    count, size = mesh.shape[axis], SIMULATED_BYTES if simulated else BYTES
+    seconds, right = measure(mesh, axis, size)
+    received = size * (count - 1) / count / seconds  # by each device
+    text = f"all-gather over {axis} ({count} devices): {received / 1e9:.2f} GB/s per device"
     if not right:
       yield wrong(
         f"{text}; the result is wrong", "a device or a link is broken: replace the machine"
       )
     else:
-      yield judged(text, sent / seconds, None if simulated else expected(mesh, axis))
+      yield judged(text, received, None if simulated else expected(mesh, axis))
 
 
 def judged(text: str, bandwidth: float, of_sheet: tuple[float, str] | None) -> Finding:
@@ -123,15 +118,7 @@ def judged(text: str, bandwidth: float, of_sheet: tuple[float, str] | None) -> F
     "look for a link that is down (nvidia-smi nvlink -s; NCCL_DEBUG=INFO shows the transport), "
     "for other jobs on these machines, and for an order of devices that does not follow the links"
   )
-  if share < BROKEN_INTERCONNECT:
-    return wrong(text, fix)
-  return warning(text, fix) if share < LOW_INTERCONNECT else ok(text)
-
-
-def _sent(mesh: Mesh, axis: str, simulated: bool) -> float:
-  """Returns the bytes that a device receives in an all-gather along an axis."""
-  count = mesh.shape[axis]
-  return (SIMULATED_BYTES if simulated else BYTES) * (count - 1) / count
+  return by_share(text, share, LOW_INTERCONNECT, BROKEN_INTERCONNECT, fix)
 
 
 def measure(mesh: Mesh, axis: str, size: int) -> tuple[float, bool]:

@@ -26,7 +26,7 @@ SOURCES = (
   "configs/schema",
   "reports/tour",
   "runtime",
-  "input_pipeline/sources",
+  "input_pipeline",
 )
 _SECONDS = 20
 _CONFIGS = ("config", "against")

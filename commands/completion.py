@@ -16,7 +16,7 @@ from commands.refusal import refuse
 from commands.verbs import VERBS
 from configs import base
 from configs.schema import recipes, validate
-from input_pipeline.sources import catalog
+from input_pipeline import catalog
 from runtime import chips, exit_codes
 from runtime.suggest import nearest
 from training.optimizer import OPTIMIZERS

@@ -15,7 +15,7 @@ from models import model_spec, mup
 from partitioning.shardings import size_text
 from processes import preemption, preflight
 from processes.watchdog import STARTING, Watchdog
-from runtime import exit_codes, free_space
+from runtime import exit_codes, files
 from runtime.suggest import nearest
 from training import base_parameters, restore, run_tokenizer
 from training.base_parameters import Base
@@ -29,9 +29,9 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   """Exports the model of a checkpoint, or of checkpoint.initialize_from where no run is named."""
   if flags.TO.value is None:
     raise ValueError("export: name the folder to write with --to=FOLDER")
-  location = _location()
-  run_tokenizer.adopt(flags.CONFIG.value, location)
-  [ready] = build.prepare(flags.CONFIG)
+  given = flags.CONFIG.value
+  begins = given.checkpoint.initialize_from or given.model.get("folder") or ""
+  ready, location = build.of_checkpoint(flags.CHECKPOINT.value or flags.WORKDIR.value or begins)
   config = ready.config
   if config.model.name != "transformer":
     raise ValueError(
@@ -42,7 +42,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     raise ValueError("--merge: the model has no adapters (lora.rank=0); leave it out")
   plan, what = _planned(ready, location)
   folder = export.ExportFolder(export.check_folder(flags.TO.value, _checkpoints(location)))
-  free_space.require(folder.path, plan.bytes, "the export", "give another --to")
+  files.require_space(folder.path, plan.bytes, "the export", "give another --to")
   more = {"to": str(folder.final), "files": [file.header().hex()[:64] for file in plan.files]}
   preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more=more)
   step, params, _ = restore.model_state(ready, location)
@@ -61,13 +61,6 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     return exit_codes.DONE
 
   return run
-
-
-def _location() -> str:
-  """Returns where the parameters are: the run that is named, else where a new one would begin."""
-  config = flags.CONFIG.value
-  begins = config.checkpoint.initialize_from or config.model.get("folder")
-  return flags.CHECKPOINT.value or flags.WORKDIR.value or begins or str(flags.workdir())
 
 
 def _planned(ready: Job, location: str, base: Base | None = None) -> tuple[export.Plan, str]:
@@ -107,7 +100,7 @@ def _planned(ready: Job, location: str, base: Base | None = None) -> tuple[expor
 
 def _adapter(ready: Job, base: Base | None, model_type: str, dtype: str) -> tuple[export.Plan, str]:
   """Returns the plan of the adapters alone; raises ValueError where more than they was trained."""
-  adapters = {*base_parameters.adapters(ready)}
+  adapters = {*base_parameters.ParameterReader(ready).adapters}
   if others := sorted(ready.program.trained - adapters):
     raise ValueError(
       f"training.trainable: besides the adapters {len(others)} parameters were trained (such as "

@@ -61,11 +61,40 @@ def wrong(what: str, fix: str = "") -> Finding:
   return Finding(WRONG, what, fix)
 
 
+def by_share(text: str, share: float, low: float, broken: float, fix: str) -> Finding:
+  """Returns the finding about a share of what a data sheet says, by its two thresholds."""
+  if share < broken:
+    return wrong(text, fix)
+  return warning(text, fix) if share < low else ok(text)
+
+
 # ------------------------------ limits ------------------------------
 
-FILES = 1024  # a checkpoint of many arrays is written to as many files at once
-THREADS = 512
 GIB = 2**30
+_UNLIMITED = float("inf")
+# (limit of `resource`, its least, status below it, what is limited, why, fix)
+_LIMITS = (
+  (
+    *(resource.RLIMIT_NOFILE, 1024, "wrong", "open files: at most {}"),
+    "saving a checkpoint of many arrays may need 1,024",
+    "raise the limit: ulimit -n 65536, LimitNOFILE= of a service, or --ulimit of a container",
+  ),
+  (
+    *(resource.RLIMIT_NPROC, 512, "wrong", "threads and processes: at most {}"),
+    "JAX, Orbax and simulated devices start up to 512",
+    "raise the limit: ulimit -u, TasksMax= of a service, or --pids-limit of a container",
+  ),
+  (
+    *(resource.RLIMIT_AS, _UNLIMITED, "warning", "address space: at most {}"),
+    "libraries reserve far more than they use",
+    "set ulimit -v unlimited",
+  ),
+  (
+    *(resource.RLIMIT_FSIZE, _UNLIMITED, "wrong", "size of a file: at most {}"),
+    "files of checkpoints and data may be larger",
+    "set ulimit -f unlimited",
+  ),
+)
 
 
 def check_limits(
@@ -77,66 +106,26 @@ def check_limits(
     hardware: `gpu` or `tpu` if this machine has such.
     limits: limit of `resource` -> its soft value; by default this process'.
   """
-  limits = _limits() if limits is None else limits
-  yield from _open_files(limits[resource.RLIMIT_NOFILE])
-  yield from _threads(limits[resource.RLIMIT_NPROC])
-  yield from _address_space(limits[resource.RLIMIT_AS])
-  yield from _file_size(limits[resource.RLIMIT_FSIZE])
+  for which, least, status, what, why, fix in _LIMITS:
+    limit = resource.getrlimit(which)[0] if limits is None else limits[which]
+    limit = _UNLIMITED if limit == resource.RLIM_INFINITY else limit
+    if which == resource.RLIMIT_NPROC:
+      limit = min(limit, _most_tasks())
+    if limit < least:
+      shown = _size(limit) if least == _UNLIMITED else f"{limit:,}"
+      yield Finding(status, f"{what.format(shown)}; {why}", fix)
+    elif which == resource.RLIMIT_NOFILE:
+      yield ok(f"open files: {'unlimited' if limit == _UNLIMITED else f'{limit:,}'}")
   yield _memory()
   if hardware == "gpu":
     yield from _shared_memory(pathlib.Path("/dev/shm"))
 
 
-def _limits() -> dict[int, int]:
-  names = (
-    *(resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC),
-    *(resource.RLIMIT_AS, resource.RLIMIT_FSIZE),
-  )
-  return {name: resource.getrlimit(name)[0] for name in names}
-
-
-def _open_files(limit: int) -> Iterator[Finding]:
-  if limit == resource.RLIM_INFINITY or limit >= FILES:
-    text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}"
-    yield ok(f"open files: {text}")
-  else:
-    yield wrong(
-      f"open files: at most {limit:,}; saving a checkpoint may need {FILES:,}",
-      "raise the limit: ulimit -n 65536, LimitNOFILE= of a service, or --ulimit of a container",
-    )
-
-
-def _threads(limit: int) -> Iterator[Finding]:
+def _most_tasks() -> float:
+  """Returns how many threads and processes this container may have."""
   group = pathlib.Path("/sys/fs/cgroup/pids.max")
   said = group.read_text().strip() if group.exists() else "max"
-  least = min(int(said) if said.isdigit() else limit, limit, key=_unlimited_last)
-  if least == resource.RLIM_INFINITY or least >= THREADS:
-    return
-  yield wrong(
-    f"threads and processes: at most {least:,}; JAX, Orbax and simulated devices start up to "
-    f"{THREADS:,}",
-    "raise the limit: ulimit -u, TasksMax= of a service, or --pids-limit of a container",
-  )
-
-
-def _unlimited_last(limit: int) -> float:
-  return float("inf") if limit == resource.RLIM_INFINITY else limit
-
-
-def _address_space(limit: int) -> Iterator[Finding]:
-  if limit != resource.RLIM_INFINITY:
-    yield warning(
-      f"address space: at most {_size(limit)}; libraries reserve far more than they use",
-      "set ulimit -v unlimited",
-    )
-
-
-def _file_size(limit: int) -> Iterator[Finding]:
-  if limit != resource.RLIM_INFINITY:
-    yield wrong(
-      f"size of a file: at most {_size(limit)}; files of checkpoints and data may be larger",
-      "set ulimit -f unlimited",
-    )
+  return int(said) if said.isdigit() else _UNLIMITED
 
 
 def _memory() -> Finding:
@@ -183,27 +172,17 @@ def check_network() -> Iterator[Finding]:
       "use a name or an address of process 0's machine that this machine can resolve",
     )
     return
-  if index == 0 and (why := _taken(host, port)):
+  try:
+    for one in listening.listen(address) if index == 0 else ():
+      one.close()
+  except OSError as error:
     yield wrong(
-      f"{coordination.ADDRESS}={address}: the port cannot be used: {why}",
+      f"{coordination.ADDRESS}={address}: the port cannot be used: {os.strerror(error.errno)}",
       "choose another port, or end the program that uses it (ss -ltnp shows which)",
     )
     return
   what = f"process {index} of {count}, coordinator {address}"
   yield ok(what + (": the port is free" if index == 0 else ": its name resolves"))
-
-
-def _taken(host: str, port: int) -> str:
-  """Returns why process 0 cannot listen at a port; "" where it can."""
-  for ip in listening.addresses(host) or ["0.0.0.0"]:
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    with socket.socket(family) as tried:
-      tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-      try:
-        tried.bind((ip, port))
-      except OSError as error:
-        return os.strerror(error.errno) if error.errno else str(error)
-  return ""
 
 
 def _loopback() -> Iterator[Finding]:

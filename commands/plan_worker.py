@@ -90,19 +90,9 @@ def _plan(request: Mapping[str, Any], folder: pathlib.Path) -> None:
 def _search(request: Mapping[str, Any]) -> Any:
   """Returns the answer to a search's task."""
   from planning import aot, search
-  from planning.topology import of_devices, parse
-  from runtime.chips import overridden
 
-  config = request["config"]
-  chips, rates = overridden(config.planning.constants)
-  here, name = None, request["topology"]
-  if name is None:
-    here = aot.attached(config, simulate=request["simulate"])
-    name = of_devices(here.attached)
-  topology = parse(name, chips)
-  here = here or aot.simulated(config, topology)
-  limit = search.limit_of(config, topology)
-  formulas = search.Formulas(config, topology, here, rates, limit)
+  target = aot.target_of(request["config"], request["topology"], simulate=request["simulate"])
+  formulas = search.Formulas(target, search.limit_of(target))
   answer = {"formulas": _formulas, "measure": _measure, "nearest": _nearest}[request["task"]]
   return answer(request, formulas)
 
@@ -111,9 +101,9 @@ def _formulas(request: Mapping[str, Any], formulas: Any) -> dict[str, Any]:
   """Returns the estimates, after those of an earlier search that was stopped."""
   from configs.schema import finalize
   from planning import aot, search, search_space
-  from planning.search_choice import Estimate
+  from planning.search_results import Estimate
 
-  topology, config = formulas.topology, formulas.config
+  topology, config = formulas.target.topology, formulas.target.keys
   file = request["cache"] and pathlib.Path(f"{request['cache']}.{topology.name}.search.jsonl")
   kept = []
   if file:
@@ -137,7 +127,7 @@ def _formulas(request: Mapping[str, Any], formulas: Any) -> dict[str, Any]:
   resolved = finalize.finalize(config, topology.platform)  # a folder says what a model has
   looked = search.Search(
     formulas,
-    search_space.axes(resolved, request["axes"]),
+    search_space.Space(resolved).axes(request["axes"]),
     tuple(request["batches"]),
     request["most"],
     progress=lambda phase: report(request["phases"], f"{topology.name}: {phase}"),
@@ -150,7 +140,7 @@ def _formulas(request: Mapping[str, Any], formulas: Any) -> dict[str, Any]:
     "chips": looked.devices / topology.chip.devices_per_chip,
     "devices": looked.devices,
     "limit": formulas.limit,
-    "compiled": aot.compiled_here(topology, formulas.here),
+    "compiled": aot.compiled_here(topology, formulas.target.here),
     "over": looked.over,
     "budget": looked.budget,
     "unit": looked.unit,
@@ -162,17 +152,17 @@ def _formulas(request: Mapping[str, Any], formulas: Any) -> dict[str, Any]:
 
 def _measure(request: Mapping[str, Any], formulas: Any) -> list[dict[str, Any]]:
   """Returns memory and time of settings by short runs."""
-  from planning import short_runs
+  from planning import search
   from runtime import compilation_cache
 
-  if formulas.config.compilation_cache_dir:
-    compilation_cache.use(formulas.config.compilation_cache_dir)
+  if folder := formulas.target.keys.compilation_cache_dir:
+    compilation_cache.use(folder)
   jobs = [formulas.job(setting) for setting in request["settings"]]
 
   def progress(number: int) -> None:
     report(request["phases"], f"running setting {number + 1} of {len(jobs)}")
 
-  runs = short_runs.measure(jobs, formulas.limit, request["rounds"], progress)
+  runs = search.measure(jobs, formulas.limit, request["rounds"], progress)
   return [dataclasses.asdict(one) for one in runs]
 
 

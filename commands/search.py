@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from commands import config_flag, flags, search_process
 from commands.refusal import refuse
 from configs.keys.data import DATA
-from planning import search_choice
+from planning import search_results
 from planning.topology import parse
 from reports import search_page, search_text
 from runtime import exit_codes, files
@@ -70,9 +70,9 @@ def _asked(config: ConfigDict) -> tuple[list[str | None], Mapping[str, float]]:
       raise ValueError(
         "--price=CHIP=PRICE goes with --topology; of attached devices give --price=PRICE"
       )
-    return [None], search_choice.prices(flags.PRICE.value, default, [""])
+    return [None], search_results.prices(flags.PRICE.value, default, [""])
   names = flags.TOPOLOGY.value.split(",")
   kinds = [parse(name, chips).chip.name for name in names]
   if len(set(names)) < len(names):
     raise ValueError(f"--topology={flags.TOPOLOGY.value}: a topology is given twice")
-  return names, search_choice.prices(flags.PRICE.value, default, list(dict.fromkeys(kinds)))
+  return names, search_results.prices(flags.PRICE.value, default, list(dict.fromkeys(kinds)))

@@ -12,9 +12,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from commands import plan_process
-from planning import search_choice, search_results
-from planning.search_choice import Estimate, Tried
-from planning.search_results import Found
+from planning import search_results
+from planning.search_results import Estimate, Found, Tried
 from processes import preemption
 from reports import search_text
 from runtime import exit_codes
@@ -108,7 +107,7 @@ def _measured(asked: Asked, found: Found) -> Found:
     of = f"{len(tried) + 1} of {asked.compilations}"
     tried += _runs(asked, [one], 1, f"search: {found.topology}, run {of}, {one.mesh_text}")
     say(search_text.tried_line(len(tried), tried[-1], search_results.RUN))
-  final = [one.estimate for one in search_choice.finalists(tried)]
+  final = [one.estimate for one in search_results.finalists(tried)]
   if len(final) > 1:
     label = f"search: {found.topology}, the best {len(final)} again"
     again = {one.estimate.key: one for one in _runs(asked, final, _ROUNDS, label)}
@@ -141,9 +140,9 @@ def _next(asked: Asked, found: Found, tried: Sequence[Tried], *, trusted: bool) 
   if given and not tried:
     return given[0]
   half = not trusted and 2 * len(tried) >= asked.compilations
-  if half and (one := search_choice.divided_otherwise(found.estimates, tried, found.limit)):
+  if half and (one := search_results.divided_otherwise(found.estimates, tried, found.limit)):
     return one
-  return search_choice.upcoming(found.estimates, tried, found.limit, trusted=trusted)
+  return search_results.upcoming(found.estimates, tried, found.limit, trusted=trusted)
 
 
 def _nearest(asked: Asked, name: str | None, found: Found) -> list[Any]:

@@ -1,66 +1,29 @@
-"""The unreadable rows of a split: found when it is opened, the same on all processes.
+"""The unreadable records of a split: found when it is opened, the same on all processes.
 
 A process reads only the rows of its devices, so none would find all bad ones, and what was found in
-the steps so far would be state. So with data.max_bad_records above 0 every row is read once when
+the steps so far would be state. So with data.max_bad_records above 0 every record is read once when
 the split is opened, each process its share, and the results are merged. The list follows from the
-files alone. It is stored with the rows until their file changes, so that the next start need not
+files alone. It is kept beside the shards until their files change, so that the next start need not
 read them all again.
 """
 
 import dataclasses
 import hashlib
+import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from absl import logging
+from etils import epath
 
-from input_pipeline import prepare
-from input_pipeline.row_store import Records, again
+from input_pipeline import store
 from runtime import files
 
-FILE = "bad_records.json"
-_LISTED = 8
+_RECORDS_PER_READ = 512
 _NEWS_SECONDS = 15.0
-
-
-@dataclasses.dataclass(frozen=True)
-class BadRecords:
-  """The unreadable rows and records of a split.
-
-  Attributes:
-    rows: the numbers of the rows that get weight 0, in order.
-    left_out: the numbers of omitted records of the data set: documents of a text.
-    why: what is wrong with the first.
-  """
-
-  rows: tuple[int, ...] = ()
-  left_out: tuple[int, ...] = ()
-  why: str = ""
-
-  def __bool__(self) -> bool:
-    """Returns whether there are any."""
-    return bool(self.rows or self.left_out)
-
-  def __len__(self) -> int:
-    """Returns how many count against data.max_bad_records."""
-    return len(self.rows) + len(self.left_out)
-
-  @property
-  def digest(self) -> str:
-    """Returns a digest of the list."""
-    return hashlib.sha256(repr((self.rows, self.left_out)).encode()).hexdigest()[:16]
-
-  def __str__(self) -> str:
-    """Returns `unreadable: 2 rows of weight 0: 5, 17 (the first: hash mismatch)`."""
-    parts = []
-    if self.rows:
-      parts.append(f"unreadable: {counted(self.rows, 'row')} of weight 0: {few(self.rows)}")
-    if self.left_out:
-      parts.append(f"left out: {counted(self.left_out, 'document')}: {few(self.left_out)}")
-    return f"{'; '.join(parts)} (the first: {self.why})" if parts else "every row can be read"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,150 +42,101 @@ class Sharing:
   gather: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] = lambda value: [value]
 
 
-def counted(numbers, what: str) -> str:
-  """Returns `1 row` or `2 rows`."""
-  return f"{len(numbers):,} {what}{'' if len(numbers) == 1 else 's'}"
-
-
-def few(numbers) -> str:
-  """Returns the first of some numbers as text."""
-  return ", ".join(map(str, numbers[:_LISTED])) + (", ..." if len(numbers) > _LISTED else "")
-
-
-def check_prepared(store: prepare.Store, limit: int) -> None:
-  """Raises ValueError if more records were bad when the data set was prepared than allowed.
+def find(prepared: store.Prepared, name: str, sharing: Sharing) -> tuple[list[int], str]:
+  """Returns the unreadable records of shards, the same on all processes; each calls this.
 
   Args:
-    store: a prepared store.
-    limit: data.max_bad_records.
+    prepared: the shards.
+    name: of the split, for messages.
+    sharing: the processes.
+
+  Returns:
+    The numbers of the records, ascending, and what is wrong with the first.
   """
-  bad = store.bad_records
-  if len(bad) > limit:
-    raise ValueError(
-      f"{store.name}: {len(bad)} records of the data set could not be read when {store.folder} was"
-      f" prepared, more than data.max_bad_records={limit}: {few(bad)} ({store.why}); set it to"
-      f" {len(bad)} or more to continue without them, or repair the data set and {again(store)}"
-    )
-
-
-def find(records: Records, limit: int, sharing: Sharing) -> BadRecords:
-  """Returns the unreadable rows of a store, the same on all processes.
-
-  Args:
-    records: of the store.
-    limit: data.max_bad_records, above 0.
-    sharing: the processes; each calls this.
-
-  Raises:
-    ValueError: more than the limit, or every row.
-  """
-  store, stamp = records.store, _stamp(records.store)
-  known = _load(store, stamp)
-  # If each process has a copy, rows that one has found since the last check are in its own file.
-  reports = sharing.gather(
-    {"checked": known is not None and not known["suspects"], **(known or {})}
-  )
+  path, stamp = _list_path(prepared), _stamp(prepared.documents.shards)
+  known = _load(path, stamp, prepared.documents.records)
+  # If each process has a copy, records that one has found since the last check are in its own list.
+  mine = known or {"records": [], "why": "", "suspects": []}
+  reports = sharing.gather({"checked": known is not None and not mine["suspects"], **mine})
   checked = all(each["checked"] for each in reports)
   if not checked:
-    reports = sharing.gather(_share(records, known["suspects"] if known else [], limit, sharing))
-  rows = tuple(sorted({row for each in reports for row in each["rows"]}))
-  left_out = store.bad_records if store.manifest["kind"] == "text" else ()
-  of_the_data_set = not rows or (rows[0] in store.bad_records and not left_out)
-  why = store.why if of_the_data_set else next(e["why"] for e in reports if rows[0] in e["rows"])
-  bad = BadRecords(rows, left_out, why)
-  _check_limit(
-    records, bad, len(rows) if checked else sum(each["found"] for each in reports), limit
-  )
+    reports = sharing.gather(_read_share(prepared.documents, mine["suspects"], name, sharing))
+  records = sorted({number for each in reports for number in each["records"]})
+  why = next((each["why"] for each in reports if records[:1] == each["records"][:1]), "")
   if not checked:
-    _keep(store, {"stamp": stamp, "rows": rows, "why": why, "suspects": []})
-  return bad
+    _keep(path, {"stamp": stamp, "records": records, "why": why, "suspects": []})
+  return records, why
 
 
-def suspect(records: Records, rows: Mapping[int, str]) -> None:
-  """Records rows that were found to be bad after the check, so that the next start checks again."""
-  stamp = _stamp(records.store)
-  known = _load(records.store, stamp) or {"rows": [], "why": "", "suspects": []}
-  suspects = sorted({*known["suspects"], *rows})
-  _keep(records.store, {**known, "stamp": stamp, "suspects": suspects})
+def suspect(prepared: store.Prepared, records: Iterable[int]) -> None:
+  """Notes records that went bad after the check, so that the next start checks again."""
+  path, stamp = _list_path(prepared), _stamp(prepared.documents.shards)
+  known = _load(path, stamp, prepared.documents.records)
+  known = known or {"records": [], "why": "", "suspects": []}
+  suspects = sorted({*known["suspects"], *records})
+  _keep(path, {**known, "stamp": stamp, "suspects": suspects})
 
 
-def _share(records: Records, suspects: list[int], limit: int, sharing: Sharing) -> dict[str, Any]:
-  """Reads this process's share of all rows, and the suspects; returns its findings."""
-  rows, count, index = len(records), sharing.count, sharing.index
-  share = range(rows * index // count, rows * (index + 1) // count)
-  found: dict[int, str] = {}
+def _read_share(
+  documents: store.Documents, suspects: Sequence[int], name: str, sharing: Sharing
+) -> dict[str, Any]:
+  """Reads this process's share of all records, and the suspects; returns its findings."""
+  records, count, index = documents.records, sharing.count, sharing.index
+  start, stop = records * index // count, records * (index + 1) // count
+  found = documents.unreadable(np.array(suspects, np.int64))
   news = time.monotonic() + _NEWS_SECONDS
-  for start in range(0, len(share), records.per_read):
-    found |= records.unreadable(share[start : start + records.per_read])
+  for first in range(start, stop, _RECORDS_PER_READ):
+    found |= documents.unreadable(np.arange(first, min(first + _RECORDS_PER_READ, stop)))
     if time.monotonic() > news and index == 0:
-      done = 100 * start / len(share)
-      text = "%s: reading all rows once, %.0f %% done, %d of them bad so far"
-      logging.warning(text, records.store.name, done, len(found))
+      done = 100 * (first - start) / (stop - start)
+      text = "%s: reading all records once, %.0f %% done, %d of them bad so far"
+      logging.warning(text, name, done, len(found))
       news = time.monotonic() + _NEWS_SECONDS
-  count_here = len(found)
-  found |= records.unreadable(suspects)
-  kept = sorted(found)[: limit + 1]  # more would only make the message larger
-  return {"rows": kept, "why": found[kept[0]] if kept else "", "found": count_here}
+  numbers = sorted(found)
+  return {"records": numbers, "why": found[numbers[0]] if numbers else ""}
 
 
-def _check_limit(records: Records, bad: BadRecords, found: int, limit: int) -> None:
-  """Raises ValueError if too many are bad; `found` may count more rows than are listed."""
-  store, rows = records.store, max(found, len(bad.rows))
-  total = rows + len(bad.left_out)
-  if total > limit:
-    out = f", and {counted(bad.left_out, 'document')} could not be," if bad.left_out else ""
-    raise ValueError(
-      f"{store.name}: {rows:,} of {len(records):,} rows cannot be read{out or ','} more than"
-      f" data.max_bad_records={limit}: rows {few(bad.rows)} of {store.rows_path} (the first:"
-      f" {bad.why}); {again(store)}, or set data.max_bad_records={total} to continue without them"
-    )
-  if len(bad.rows) == len(records):
-    raise ValueError(
-      f"{store.name}: none of the {len(records):,} rows of {store.rows_path} can be read"
-      f" ({bad.why}); {again(store)}"
-    )
+# ------------------------------ the list beside the shards ------------------------------
 
 
-# ------------------------------ what is stored with the rows ------------------------------
+def _list_path(prepared: store.Prepared) -> epath.Path:
+  names = "".join(shard.folder.name for shard in prepared.documents.shards)
+  return prepared.folder / f"bad_records-{hashlib.sha256(names.encode()).hexdigest()[:16]}.json"
 
 
-def _stamp(store: prepare.Store) -> dict[str, Any]:
-  """Returns values that change when the rows do."""
-  path = store.rows_path
-  local = "://" not in str(path)
-  modified = os.stat(path).st_mtime_ns if local else path.stat().mtime
-  size = store.manifest["row_file_bytes"]
-  return {"digest": store.manifest["digest"], "bytes": size, "modified": modified}
+def _stamp(shards: Sequence[store.Shard]) -> str:
+  """Returns what changes where one of the files of tokens does."""
+  facts = []
+  for shard in shards:
+    path = shard.folder / store.TOKENS
+    local = files.is_local(path)
+    facts.append([shard.digest, os.stat(path).st_mtime_ns if local else path.stat().mtime])
+  return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _load(store: prepare.Store, stamp: Mapping[str, Any]) -> dict[str, Any] | None:
-  """Returns the findings of the last check; None if the file has changed or was never checked."""
+def _load(path: epath.Path, stamp: str, count: int) -> dict[str, Any] | None:
+  """Returns the findings of the last check; None if a file has changed or was never checked."""
   try:
-    kept = files.read_json(store.folder / FILE, follow=True)
-    known = {key: kept[key] for key in ("rows", "why", "suspects")}
+    kept = files.read_json(path, follow=True)
+    known = {key: kept[key] for key in ("records", "why", "suspects")}
     if kept["stamp"] != stamp:
       return None
   except (OSError, ValueError, KeyError, TypeError):  # torn by a kill, or written by something else
     return None
-  count = store.manifest["rows"]
   numbers = all(
-    isinstance(rows, list) and all(type(row) is int and 0 <= row < count for row in rows)
-    for rows in (known["rows"], known["suspects"])
+    isinstance(listed, list) and all(type(one) is int and 0 <= one < count for one in listed)
+    for listed in (known["records"], known["suspects"])
   )
   return known if numbers and isinstance(known["why"], str) else None
 
 
-def _keep(store: prepare.Store, found: Mapping[str, Any]) -> None:
+def _keep(path: epath.Path, found: Mapping[str, Any]) -> None:
   """Writes the findings, atomically; without permission to, every start checks again."""
   try:
-    files.replace(store.folder / FILE, files.json_text(dict(found)) + "\n", shared=True)
+    files.replace(path, files.json_text(dict(found)) + "\n", shared=True)
   except OSError as error:
-    logging.warning(
-      "%s: the list of bad rows cannot be kept in %s (%s); each start reads all rows once",
-      store.name,
-      store.folder,
-      error,
-    )
+    text = "the list of bad records %s cannot be kept (%s); each start reads all records once"
+    logging.warning(text, path, error)
 
 
 # ------------------------------ rows of weight 0 ------------------------------

@@ -11,12 +11,11 @@ from typing import Generic, TypeVar
 import numpy as np
 from etils import epy
 
-from input_pipeline.bad_records import among, few, spread
+from input_pipeline.bad_records import among, spread
 from input_pipeline.order import EpochOrder, MixtureOrder
 from input_pipeline.position import Position
 from input_pipeline.ramp import Ramp
-from input_pipeline.row_store import UnreadableError
-from input_pipeline.source import Source
+from input_pipeline.source import Source, UnreadableError, few
 
 # ------------------------------ rows that are cut ------------------------------
 

@@ -9,7 +9,6 @@ and no more than one is ever computed.
 """
 
 import bisect
-import dataclasses
 import functools
 import zlib
 from collections.abc import Mapping, Sequence
@@ -18,30 +17,12 @@ import numpy as np
 from etils import epy
 
 from input_pipeline.position import Position
+from input_pipeline.source import Part
 
 # ------------------------------ which source each row comes from ------------------------------
 
 PERIOD = 2**22
 _COUNTED_ROWS = 2**12  # rows between two counts that are kept
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-  """One source of a mixture.
-
-  Attributes:
-    name: as the config gives it.
-    rows: how many it has.
-    tokens: how many of them its rows predict.
-    maximum_epochs: how often a run may take each of its rows; 0: any number of times.
-    bytes_per_token: of text, per token that is predicted.
-  """
-
-  name: str
-  rows: int
-  tokens: int
-  maximum_epochs: int = 1
-  bytes_per_token: float = 1.0
 
 
 def row_shares(parts: Sequence[Part], weights: Mapping[str, float]) -> list[float]:
@@ -263,6 +244,32 @@ class MixtureOrder:
   def _stages_from(self, starts: tuple[int, ...]) -> Stages:
     weights = [weights for _, weights in self._stages]
     return Stages(self.parts, list(zip(starts, weights, strict=True)))
+
+
+def check_epochs(order: MixtureOrder, rows: int, position: Position, steps: int) -> None:
+  """Raises ValueError where a run takes rows of a source more often than its maximum_epochs.
+
+  Args:
+    order: of the mixture.
+    rows: how many the whole run takes.
+    position: of the run.
+    steps: of the whole run, for the message.
+  """
+  wrong = []
+  counts = order.counts(rows, position)
+  for part in order.parts:
+    most = part.maximum_epochs * part.rows
+    if part.maximum_epochs and counts[part.name] > most:
+      epochs = counts[part.name] / part.rows
+      wrong.append(
+        f"source {part.name!r} of data.sources has {part.rows} rows, and {steps} steps take"
+        f" {counts[part.name]} of it, {epochs:.2f} epochs, but its maximum_epochs is"
+        f" {part.maximum_epochs}; set maximum_epochs={-(-counts[part.name] // part.rows)} (0: no"
+        f" limit), lower its weight, or train about {int(steps / epochs * part.maximum_epochs)}"
+        f" steps"
+      )
+  if wrong:
+    raise ValueError("\n".join(wrong))
 
 
 def _epoch_order(rows, seed, epoch):

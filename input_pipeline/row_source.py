@@ -2,19 +2,13 @@
 
 import dataclasses
 import hashlib
-import json
 
 import numpy as np
 
-from input_pipeline import bad_records, prepare
-from input_pipeline.bad_records import BadRecords, Sharing
-from input_pipeline.row_store import Records, UnreadableError, again
+from input_pipeline import catalog, rows, store
 from input_pipeline.source import Source
-from input_pipeline.sources import catalog
 from runtime.extensions import Table, error_text
 
-_LABEL_BYTES = 4
-BYTES = 256  # number of token ids
 KINDS = ("text", "image", "random")  # of rows, that data sets can be read as
 _ROWS_PER_READ = 1024
 
@@ -23,7 +17,7 @@ _ROWS_PER_READ = 1024
 SOURCES: Table = Table("data source", {})
 
 
-def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
+def open_source(data, split, seed, sharing=None, tick=store.no_tick):
   """Opens a split of the data set that the config names, and prepares it on first use.
 
   Args:
@@ -32,12 +26,12 @@ def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
     split: name of the split.
     seed: int; only "random_normal" depends on it.
     sharing: the processes that open it together, if there are several; all call this.
-    tick: as in `prepare.prepare`.
+    tick: as of `preparation.prepare`.
 
   Returns:
     A Source. Fields by kind, with T = sequence_length, P = input_size, C = target_size:
-      text: tokens int32 [T], targets int32 [T], weights float32 [T], segments int32 [T] (see
-        `segments_of`)
+      text: tokens int32 [T], targets int32 [T], weights float32 [T], segments int32 [T]: of each
+        target, the number of its document within the row
       image: inputs float32 [P] in 0..1, targets int32 [], weights float32 []
       random: inputs float32 [P], targets float32 [C], weights float32 []
 
@@ -61,32 +55,11 @@ def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
     )
   if data.kind == "random":
     return _random_normal(data, split, seed)
-  if is_indexed(data):
-    from input_pipeline.text import mixed_files, rows
+  if data.get("sources"):
+    from input_pipeline import mixture  # no other data needs it
 
-    opened = mixed_files.open_source if data.get("sources") else rows.open_source
-    return opened(data, split, seed, sharing, tick)
-  store = prepare.prepare(data, split, tick)
-  limit = data.max_bad_records
-  bad_records.check_prepared(store, limit)
-  fields, fits, decode = _text(store) if data.kind == "text" else _image(store, data)
-  records = Records(store, fits)
-  read = _reading(records, decode, limit)
-  bad = bad_records.find(records, limit, sharing or Sharing()) if limit else BadRecords()
-  if bad.rows:
-    read = bad_records.skipping(read, bad.rows)
-  ids = BYTES if data.kind == "text" else 0
-  return Source(store.name, _fingerprint(store), len(records), fields, read, bad, ids)
-
-
-def is_indexed(data):
-  """Returns whether rows are an index over documents, and not stored as rows.
-
-  Bytes that are concatenated are stored as rows where a data set is taken by its name.
-  """
-  if data.name in catalog.OF_FILES:
-    return True
-  return data.kind == "text" and (data.tokenizer, data.packing) != ("bytes", "concatenate")
+    return mixture.open_mixture(data, split, seed, sharing, tick)
+  return rows.open_source(data, split, seed, sharing, tick)
 
 
 def _registered(data, split, seed):
@@ -191,113 +164,3 @@ def _random_normal(data, split, seed):
   weights = np.ones(data.examples, np.float32)
   arrays = {"inputs": inputs, "targets": targets, "weights": weights}
   return array_source(f"{data.name} {split}", arrays)
-
-
-def _fingerprint(store):
-  return hashlib.sha256(json.dumps(store.manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _reading(records, decode, limit):
-  """Returns Source.read: row numbers -> fields; its errors name the fix."""
-
-  def read(indices):
-    try:
-      found = records.read(np.asarray(indices).tolist())
-    except UnreadableError as error:
-      if not limit:
-        raise UnreadableError(
-          f"{error}; {again(records.store)}, or set data.max_bad_records to continue without it",
-          error.rows,
-        ) from error
-      bad_records.suspect(records, error.rows)
-      raise UnreadableError(
-        f"{error}, and could be when all rows were checked; the same command checks them again and"
-        f" continues without them, as far as data.max_bad_records={limit} allows",
-        error.rows,
-      ) from error
-    return decode(found)
-
-  return read
-
-
-def _text(store):
-  """Returns fields, fits (see Records) and records -> fields of a store of text."""
-  T, rows = store.manifest["sequence_length"], store.manifest["rows"]
-
-  def fits(number, length):
-    return length == T + 1 or (number == rows - 1 and 2 <= length <= T)  # the last can be short
-
-  def decode(records):
-    lengths_B = np.fromiter(map(len, records), np.int64, len(records))
-    whole = b"".join(records) if (lengths_B == T + 1).all() else _pad(records, T + 1)
-    stream_BS = np.frombuffer(whole, np.uint8).reshape(-1, T + 1).astype(np.int32)
-    weights_BT = np.arange(T) < (lengths_B - 1)[:, None]
-    return {
-      "tokens": stream_BS[:, :-1],
-      "targets": stream_BS[:, 1:],
-      "weights": weights_BT.astype(np.float32),
-      "segments": segments_of(stream_BS[:, :-1] == prepare.END_OF_DOCUMENT[0]),
-    }
-
-  fields = {
-    "tokens": ((T,), np.dtype(np.int32)),
-    "targets": ((T,), np.dtype(np.int32)),
-    "weights": ((T,), np.dtype(np.float32)),
-    "segments": ((T,), np.dtype(np.int32)),
-  }
-  return fields, fits, decode
-
-
-def segments_of(ends_BT):
-  """Returns int32 [B, T]: the document, within its row and from 0, of each token's target.
-
-  The token that ends a document is the first input of the next one.
-
-  Args:
-    ends_BT: bool; which input tokens end a document.
-  """
-  ended_BT = np.cumsum(ends_BT, axis=1, dtype=np.int32)
-  return ended_BT - ended_BT[:, :1]
-
-
-def _pad(records, length):
-  return b"".join(record.ljust(length, b"\0") for record in records)
-
-
-def _image(store, data):
-  """Returns fields, fits (see Records) and records -> fields of a store of images."""
-  shape = tuple(store.manifest["shape"])
-  P = int(np.prod(shape))
-  # The data's sizes are derived from the model's, which the user sets.
-  if data.input_size != P:
-    raise ValueError(
-      f"{store.name}: an image has {P} values {shape}, but model.input_size={data.input_size}; set"
-      f" model.input_size={P}"
-    )
-  low, high = store.manifest["smallest_label"], store.manifest["largest_label"]
-  if low < 0 or high >= data.target_size:
-    raise ValueError(
-      f"{store.name}: the labels run from {low} to {high}, but model.output_size="
-      f"{data.target_size} allows 0 to {data.target_size - 1}; "
-      + (f"set model.output_size={high + 1}" if low >= 0 else "take a split that has labels")
-    )
-
-  def fits(number, length):
-    del number
-    return length == P + _LABEL_BYTES
-
-  def decode(records):
-    bytes_BX = np.frombuffer(b"".join(records), np.uint8).reshape(-1, P + _LABEL_BYTES)
-    labels_B1 = np.ascontiguousarray(bytes_BX[:, P:]).view("<i4").astype(np.int32)
-    return {
-      "inputs": bytes_BX[:, :P].astype(np.float32) / np.float32(255),
-      "targets": labels_B1[:, 0],
-      "weights": np.ones(len(records), np.float32),
-    }
-
-  fields = {
-    "inputs": ((P,), np.dtype(np.float32)),
-    "targets": ((), np.dtype(np.int32)),
-    "weights": ((), np.dtype(np.float32)),
-  }
-  return fields, fits, decode

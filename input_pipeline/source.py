@@ -1,14 +1,87 @@
-"""A Source: the rows of one split, by number."""
+"""What the rest of the pipeline hands over: a Source, the parts of a mixture, bad records."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from input_pipeline.bad_records import BadRecords
-from input_pipeline.order import Part
+_LISTED = 8
 
-_NONE = BadRecords()
+
+def counted(numbers, what: str) -> str:
+  """Returns `1 row` or `2 rows`."""
+  return f"{len(numbers):,} {what}{'' if len(numbers) == 1 else 's'}"
+
+
+def few(numbers) -> str:
+  """Returns the first of some numbers as text."""
+  return ", ".join(map(str, numbers[:_LISTED])) + (", ..." if len(numbers) > _LISTED else "")
+
+
+class UnreadableError(ValueError):
+  """Rows that a step needs cannot be read.
+
+  Attributes:
+    rows: number -> why, of the rows in question.
+  """
+
+  def __init__(self, text: str, rows: Mapping[int, str]):
+    """Takes the message and the rows."""
+    super().__init__(text)
+    self.rows = dict(rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class BadRecords:
+  """The unreadable rows and records of a split.
+
+  Attributes:
+    rows: the numbers of the rows that get weight 0, in order.
+    left_out: the places of records of the data set that were no documents when it was prepared.
+    why: what is wrong with the first.
+  """
+
+  rows: tuple[int, ...] = ()
+  left_out: tuple[str, ...] = ()
+  why: str = ""
+
+  def __len__(self) -> int:
+    """Returns how many count against data.max_bad_records."""
+    return len(self.rows) + len(self.left_out)
+
+  @property
+  def digest(self) -> str:
+    """Returns a digest of the list."""
+    return hashlib.sha256(repr((self.rows, self.left_out)).encode()).hexdigest()[:16]
+
+  def __str__(self) -> str:
+    """Returns `unreadable: 2 rows of weight 0: 5, 17 (the first: hash mismatch)`."""
+    parts = []
+    if self.rows:
+      parts.append(f"unreadable: {counted(self.rows, 'row')} of weight 0: {few(self.rows)}")
+    if self.left_out:
+      parts.append(f"left out: {counted(self.left_out, 'record')}: {few(self.left_out)}")
+    return f"{'; '.join(parts)} (the first: {self.why})" if parts else "every row can be read"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """One source of a mixture.
+
+  Attributes:
+    name: as the config gives it.
+    rows: how many it has.
+    tokens: how many of them its rows predict.
+    maximum_epochs: how often a run may take each of its rows; 0: any number of times.
+    bytes_per_token: of text, per token that is predicted.
+  """
+
+  name: str
+  rows: int
+  tokens: int
+  maximum_epochs: int = 1
+  bytes_per_token: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +116,7 @@ class Source:
   rows: int
   fields: dict[str, tuple[tuple[int, ...], np.dtype]]
   read: Callable[[np.ndarray], dict[str, np.ndarray]]
-  bad: BadRecords = _NONE
+  bad: BadRecords = BadRecords()
   ids: int = 0
   parts: tuple[Part, ...] = ()
   stages: tuple[tuple[int, Mapping[str, float]], ...] = ()

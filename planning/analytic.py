@@ -5,23 +5,23 @@ What is sent is in `terms.py`. Source of the times: the scaling book, chapter on
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from partitioning.shardings import bytes_per_device
-from planning import interconnect, terms, traced_cost
+from planning import interconnect, terms, traced_step
 from planning.interconnect import Places, Wire
 from planning.roofline import Work, matmul_seconds
-from planning.step_time import Sent, Times
+from planning.step_facts import StepFacts
+from planning.step_time import FROM_HOST, TO_HOST, HostTraffic, Sent, Times
 from runtime.chips import Chip, Rates
-from training.setup import Job
 
 Operations = Sequence[tuple[Work, int, bool]]
 
 
 def times(
-  job: Job,
+  step: StepFacts,
   places: Places,
   chip: Chip,
   rates: Rates,
@@ -36,26 +36,26 @@ def times(
   parallelism overlaps with that as far as possible; that of `tensor` and `context` is exposed.
 
   Args:
-    job: a prepared job.
+    step: whose time it is.
     places: of its mesh's devices in the topology.
     chip: of a device.
     rates: achieved shares of the chip's constants.
-    fused: as of `traced_cost.operations`.
-    traced: of `traced_cost.operations`, if it is known; else it is traced here.
+    fused: as of `traced_step.operations`.
+    traced: of `traced_step.operations`, if it is known; else it is traced here.
   """
   if traced is None:
-    traced = traced_cost.operations(job, fused=fused)
+    traced = traced_step.operations(step, fused=fused)
   bandwidth = rates.bandwidth(chip)
-  update = Work(0, _bytes(job))
+  update = Work(0, _bytes(step))
   work, compute, busy = update, 0.0, update.bytes / bandwidth
-  for one, runs, wide in [*traced, *traced_cost.of_matrices(job)]:
+  for one, runs, wide in [*traced, *traced_step.of_matrices(step)]:
     work += one * runs
     # On GPUs float32 runs as TF32, at half the speed of bfloat16 (NVIDIA's data sheets).
     seconds = matmul_seconds(one, chip, rates) * (2 if wide and not chip.torus else 1)
     compute += runs * seconds
     busy += runs * max(seconds, one.bytes / bandwidth)
   memory = work.bytes / bandwidth
-  found = sent(job, places, rates)
+  found = sent(step, places, rates)
   hidden = sum(one.seconds for term, one in found if term.hidden)
   share = max(0.0, hidden - busy) / hidden if hidden else 0.0
   waited = tuple(
@@ -65,12 +65,12 @@ def times(
   return Times(busy + sum(one.exposed_seconds for one in waited), compute, memory, work, waited)
 
 
-def sent(job: Job, places: Places, rates: Rates) -> list[tuple[terms.Term, Sent]]:
+def sent(step: StepFacts, places: Places, rates: Rates) -> list[tuple[terms.Term, Sent]]:
   """Returns the communication of a step with its time, as if nothing were hidden."""
   found = []
-  for term in terms.step_terms(job):
-    axes = tuple(axis for axis in job.mesh.axis_names if axis in term.axes)
-    wire = _wire(term.kind, groups(job, axes), places)
+  for term in terms.step_terms(step):
+    axes = tuple(axis for axis in step.mesh.axis_names if axis in term.axes)
+    wire = _wire(term.kind, groups(step, axes), places)
     size = round(term.elements * term.itemsize)
     seconds = term.runs * interconnect.seconds(term.kind, size, wire, rates)
     found.append((term, Sent(term.kind, axes, size, term.runs, term.why, wire, seconds, seconds)))
@@ -86,28 +86,67 @@ def _wire(kind: str, found: list[list[int]], places: Places) -> Wire:
   return min(map(places.wire, found), key=lambda wire: wire.bandwidth)
 
 
-def groups(job: Job, axes: tuple[str, ...]) -> list[list[int]]:
+def groups(step: StepFacts, axes: tuple[str, ...]) -> list[list[int]]:
   """Returns groups of places in `mesh.devices.flat` that differ only along these axes."""
-  sizes = tuple(job.mesh.shape.values())
-  numbers = np.arange(job.mesh.size).reshape(sizes)
-  chosen = [job.mesh.axis_names.index(axis) for axis in axes]
+  sizes = tuple(step.mesh.shape.values())
+  numbers = np.arange(step.mesh.size).reshape(sizes)
+  chosen = [step.mesh.axis_names.index(axis) for axis in axes]
   numbers = np.moveaxis(numbers, chosen, range(len(chosen)))
   return numbers.reshape(math.prod(sizes[i] for i in chosen), -1).T.tolist()
 
 
-def _bytes(job: Job) -> float:
+def _bytes(step: StepFacts) -> float:
   """Returns the HBM traffic of the optimizer: parameters, gradients and its state.
 
   Gradients that are accumulated are read, added and written once per microbatch.
   """
-  sizes, count = job.devices.sizes, job.config.training.gradient_accumulation_steps
+  sizes, count = step.sizes, step.training.gradient_accumulation_steps
   held = {
     title: sum(
       bytes_per_device(p, sizes)
-      for p in job.placements[title].values()
-      if title == "optimizer" or p.name in job.program.trained
+      for p in step.placements[title].values()
+      if title == "optimizer" or p.name in step.trained
     )
     for title in ("parameters", "optimizer")
   }
   sums = 3 * count if count > 1 else 0
   return 2.0 * (2 * held["parameters"] + held["optimizer"]) + sums * held["parameters"]
+
+
+# Transfers between a device's memory and its host's, by formula: where no compiler shows them.
+#
+# Offloaded activations go out while the forward pass runs, a third of the step's work, and come
+# back in the backward pass, each overlapping with it as far as possible. Optimizer state comes and
+# goes in the loop over layers that updates them, in which there is nothing to overlap with.
+
+_FORWARD = 1 / 3  # of the step's work
+
+
+def with_host_traffic(
+  times: Times, step: StepFacts, held: Mapping[str, int], chip: Chip, rates: Rates
+) -> Times:
+  """Returns the times of a step with what its transfers add.
+
+  Args:
+    times: without them.
+    step: whose time it is.
+    held: of `memory.of_the_host`.
+    chip: of a device.
+    rates: achieved shares of the chip's constants.
+  """
+  bandwidth = chip.host_bandwidth * rates.link
+  count = step.training.gradient_accumulation_steps
+  found = []
+  for what, directions in (
+    ("activations", ((TO_HOST, _FORWARD), (FROM_HOST, 1 - _FORWARD))),
+    ("optimizer state", ((FROM_HOST, 0), (TO_HOST, 0))),
+  ):
+    size = held.get(what, 0) * (count if what == "activations" else 1)
+    seconds = size / bandwidth
+    found += [
+      HostTraffic(direction, size, seconds, max(0.0, seconds - share * times.step), what)
+      for direction, share in directions
+      if size
+    ]
+  waited = sum(one.exposed_seconds for one in found)
+  return dataclasses.replace(times, step=times.step + waited, host=(*times.host, *found))

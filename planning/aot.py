@@ -1,10 +1,11 @@
 """Ahead-of-time compilation of the train step for a topology, attached or not."""
 
+import copy
 import dataclasses
 import importlib.util
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,11 +25,12 @@ from planning.topology import (
   MOST_SIMULATED,
   Topology,
   of_devices,
+  parse,
   require_devices,
   with_slices,
 )
 from runtime import devices
-from runtime.chips import compute_capability
+from runtime.chips import Rates, compute_capability, overridden
 from training import setup
 
 # The multiple of a plan's devices that are simulated: its advice may need more, and JAX creates
@@ -87,6 +89,59 @@ def compiled_here(topology: Topology, here: Here) -> bool:
   if here.is_attached(topology) or topology.platform == "cpu":
     return True
   return topology.platform == "tpu" and compiler_there()
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """A config and the devices that it is planned for.
+
+  Attributes:
+    keys: the config as parsed, with overrides.
+    topology: the devices of one slice.
+    rates: achieved shares of the chip's constants.
+    here: the devices of this process.
+  """
+
+  keys: ConfigDict
+  topology: Topology
+  rates: Rates
+  here: Here
+
+  def changed(self, overrides: Mapping[str, Any]) -> "Target":
+    """Returns the target with overrides: dotted key -> value."""
+    keys = copy.deepcopy(self.keys)
+    keys.update_from_flattened_dict(dict(overrides))
+    return dataclasses.replace(self, keys=keys)
+
+  def job(self) -> setup.Job:
+    """Returns the job; see `prepare`."""
+    return prepare(self.keys, self.topology, self.here)
+
+
+def target_of(
+  config: ConfigDict,
+  topology: str | None = None,
+  *,
+  simulate: bool = False,
+  here: Here | None = None,
+) -> Target:
+  """Returns a config with its devices, started where they have to be.
+
+  Args:
+    config: as parsed, with overrides.
+    topology: `v5p:4x4x4`; None: that of the attached devices.
+    simulate: simulated devices instead of the attached ones.
+    here: the devices of this process, if they are started already.
+
+  Raises:
+    ValueError: bad input: the topology, the mesh, a constant.
+  """
+  chips, rates = overridden(config.planning.constants)
+  if topology is None:
+    here = attached(config, simulate=simulate)
+    topology = of_devices(here.attached)
+  found = parse(topology, chips)
+  return Target(config, found, rates, here or simulated(config, found))
 
 
 def attached(config: ConfigDict, *, simulate: bool) -> Here:

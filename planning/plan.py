@@ -10,23 +10,12 @@ from ml_collections import ConfigDict
 from models import model_spec
 from partitioning import shardings
 from partitioning.parallel.pipeline_schedule import Schedule
-from planning import (
-  accuracy,
-  activation_memory,
-  analytic,
-  aot,
-  host_traffic,
-  kept_kernels,
-  memory,
-  stage_advice,
-  step_time,
-)
+from planning import analytic, aot, memory, prediction, step_time, suggestions, traced_step
 from planning import timeline as timelines
-from planning.host_transfers import with_host_traffic
-from planning.suggestions import Advice, overrides_that_fit
-from planning.topology import Topology, of_devices, parse
+from planning.step_facts import of_job
+from planning.topology import Topology
 from runtime import hlo
-from runtime.chips import Rates, overridden
+from runtime.chips import Rates
 from runtime.collectives import collectives
 from training.setup import Job
 from training.tasks import TASKS
@@ -64,7 +53,7 @@ class Plan:
   memory: dict[str, int]
   times: step_time.Times | None
   warnings: tuple[str, ...]
-  advice: Advice = dataclasses.field(default_factory=Advice)
+  advice: suggestions.Advice = dataclasses.field(default_factory=suggestions.Advice)
   host_memory: dict[str, int] = dataclasses.field(default_factory=dict)
   timeline: timelines.Timeline | None = None
   gather_once: str = ""
@@ -101,8 +90,8 @@ class Plan:
   def accuracy(self) -> dict[str, str]:
     """Returns how accurate the times are known to be, and the memory if it is by formula."""
     compiled = self.program is not None
-    found = {"times": accuracy.of_times(self.topology.platform, compiled=compiled)}
-    return found if compiled else {**found, "memory": accuracy.of_memory()}
+    found = {"times": prediction.accuracy_of_times(self.topology.platform, compiled=compiled)}
+    return found if compiled else {**found, "memory": prediction.accuracy_of_memory()}
 
   @property
   def unit(self) -> str:
@@ -246,56 +235,52 @@ def make(
   Raises:
     ValueError: bad input: the topology, the mesh, the layout, a constant.
   """
-  chips, rates = overridden(config.planning.constants)
-  if topology_name is None:
-    here = aot.attached(config, simulate=simulate)
-    topology_name = of_devices(here.attached)
-  topology = parse(topology_name, chips)
-  here = here or aot.simulated(config, topology)
+  target = aot.target_of(config, topology_name, simulate=simulate, here=here)
+  topology, rates = target.topology, target.rates
   progress(f"laying out the state on {topology.name}")
-  ready = aot.prepare(config, topology, here)
+  ready = target.job()
+  step = of_job(ready)
   program = compiled = None
   where = aot.places(ready.mesh, topology)
-  if aot.compiled_here(topology, here):
+  if aot.compiled_here(topology, target.here):
     progress(f"compiling the step for {ready.mesh.size} devices of {topology.name}")
     program = aot.compile_step(ready)
     progress("reading the compiled program")
     compiled = hlo.parse(program.text) if program.fits else None
   progress("tracing the memory of a device")
-  layers = activation_memory.by_the_layers(ready)
+  layers = traced_step.by_the_layers(step)
   found = Plan(
     title,
     ready,
     topology,
     rates,
     program,
-    memory.by_formula(ready, layers),
+    memory.by_formula(step, layers),
     None,
     tuple(_warnings(ready, topology, compiled)),
-    host_memory=memory.of_the_host(ready, layers),
+    host_memory=memory.of_the_host(step, layers),
   )
   if not found.fits:
     progress("looking for overrides that fit")
     scale = found.peak_bytes / found.memory_at_once
-    advice = overrides_that_fit(config, ready, topology, scale, here)
+    advice = suggestions.overrides_that_fit(target, ready, scale)
     return dataclasses.replace(found, advice=advice)
   progress("timing the step")
   line, once = None, ""
   if compiled is None:
-    times = analytic.times(ready, where, topology.chip, rates)
-    times = with_host_traffic(times, ready, found.host_memory, topology.chip, rates)
+    times = analytic.times(step, where, topology.chip, rates)
+    times = analytic.with_host_traffic(times, step, found.host_memory, topology.chip, rates)
   else:
     sent = collectives(program.text, ready.mesh)
-    moved = host_traffic.transfers(compiled)
+    moved = step_time.host_transfers(compiled)
     times = step_time.times(compiled, sent, where, topology.chip, rates, moved)
     free = topology.chip.hbm_bytes - found.peak_bytes
-    once = kept_kernels.advice(ready, times.sent, times.step, free)
-    model = ready.config.model
-    count = next(iter(activation_memory.loops(model)), None)
+    once = suggestions.gather_once_advice(step, times.sent, times.step, free)
+    count = next(iter(traced_step.loops(step.model)), None)
     line = timelines.of(compiled, times, sent, moved, count)
     if not moved and topology.platform == "cpu":  # its programs do not show it
-      times = with_host_traffic(times, ready, found.host_memory, topology.chip, rates)
-  per_tick = stage_advice.advice(config, ready, topology, rates, here)
+      times = analytic.with_host_traffic(times, step, found.host_memory, topology.chip, rates)
+  per_tick = suggestions.stage_gathers_advice(target, ready)
   return dataclasses.replace(found, times=times, timeline=line, gather_once=once, per_tick=per_tick)
 
 

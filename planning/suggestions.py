@@ -1,24 +1,25 @@
-"""Suggests overrides that make a config fit: changes of few keys, tried by formula, cheapest first.
+"""Changes that make a config fit, or save time: tried by formula, cheapest first.
 
-Rematerialization, offloading to the host's memory, rows per device, and larger slices.
-
-The formulas are scaled by the compiler's number for the original config, if there is one: what they
-omit there they omit for similar configs too.
+Rematerialization, offloading to the host's memory, rows per device, and larger slices. The formulas
+are scaled by the compiler's number for the original config, if there is one: what they omit there
+they omit for similar configs too.
 """
 
-import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from configs.schema import step_checks, validate
-from planning import aot, memory, slice_names
-from planning.topology import Topology
+from partitioning.shardings import size_text
+from planning import analytic, aot, memory
+from planning.aot import Target
+from planning.step_facts import StepFacts, of_job
+from planning.step_time import Sent
+from planning.topology import Topology, most_chips
 from runtime import rematerialization
+from training.gradients import GATHER
 from training.setup import Job
 
 MOST = 3  # pieces of advice
@@ -49,29 +50,25 @@ class Advice:
   smallest: Suggestion | None = None
 
 
-def overrides_that_fit(
-  config: ConfigDict, ready: Job, topology: Topology, scale: float, here: aot.Here
-) -> Advice:
+def overrides_that_fit(target: Target, ready: Job, scale: float) -> Advice:
   """Returns overrides with which a config fits, or what comes nearest.
 
   Args:
-    config: as parsed, with overrides.
+    target: that it does not fit.
     ready: its job.
-    topology: that it does not fit.
     scale: its memory per device, as a multiple of the formulas'.
-    here: the devices of this process.
   """
   fitting: list[Suggestion] = []
   others: list[Suggestion] = []
   tried = 0
-  for where, changed in itertools.islice(_candidates(ready, topology), _TRIES):
+  for where, changed in itertools.islice(_candidates(ready, target.topology), _TRIES):
     if len(fitting) == MOST:
       break
     tried += 1
-    needed = _needed(config, where, changed, here)
+    needed = _needed(dataclasses.replace(target, topology=where).changed(changed))
     if needed is None:
       continue
-    more = [] if where is topology else [f"--topology={where.name}"]
+    more = [] if where is target.topology else [f"--topology={where.name}"]
     text = " ".join([*more, *(f"--config.{k}={v}" for k, v in changed.items())])
     one = Suggestion(text, round(needed * scale))
     (fitting if one.bytes <= _MARGIN * where.chip.hbm_bytes else others).append(one)
@@ -79,17 +76,13 @@ def overrides_that_fit(
   return Advice(tuple(fitting), tried, smallest)
 
 
-def _needed(
-  config: ConfigDict, topology: Topology, changed: Mapping[str, Any], here: aot.Here
-) -> int | None:
+def _needed(target: Target) -> int | None:
   """Returns the bytes per device by formula; None if the config is refused."""
-  other = copy.deepcopy(config)
-  other.update_from_flattened_dict(dict(changed))
   try:
-    job = aot.prepare(other, topology, here)
+    step = of_job(target.job())
   except ValueError:
     return None
-  return memory.at_once(memory.by_formula(job))
+  return memory.at_once(memory.by_formula(step))
 
 
 def _candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict[str, Any]]]:
@@ -168,7 +161,7 @@ def _larger(
   sizes, shape = ready.devices.sizes, list(topology.shape)
   rows = ready.config.data.global_batch_size
   rest = math.prod(size for axis, size in sizes.items() if axis not in ("data", "fsdp"))
-  most = slice_names.most_chips(topology.chip.name)
+  most = most_chips(topology.chip.name)
   for _ in range(6):
     shape[shape.index(min(shape))] *= 2
     if most and math.prod(shape) > most:
@@ -178,3 +171,114 @@ def _larger(
     fsdp = larger.devices // rest
     batch = {} if rows % fsdp == 0 else {"data.global_batch_size": fsdp}
     yield larger, {**changed, "mesh.data": 1, "mesh.fsdp": fsdp, **batch}
+
+
+# What it costs to gather kernels over fsdp on pipeline stages, and data parallelism in its place.
+#
+# In each tick (`training.pipeline_gather=tick`) the kernels of a chunk are gathered three times
+# for a microbatch: in its forward pass, and twice in its backward pass, which computes the layers
+# again. Once per step (`step`), they are complete on each device, with their gradients. Replicated
+# over `data`, with an optimizer state sharded over it, they are gathered after the update (ZeRO-1,
+# arXiv:1910.02054).
+
+RESHARD = "partitioning.reshard_after_forward"
+_LEAST = 0.005  # of the step: what is worth saying
+_OPTIMIZER = "partitioning.optimizer.model"
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherCost:
+  """What is sent for parameters and their gradients in a step, and the memory of it.
+
+  Attributes:
+    bytes: of their payloads, per device.
+    seconds: of all of them, hidden or not.
+    memory: bytes of a device at the peak, by formula.
+  """
+
+  bytes: int
+  seconds: float
+  memory: int
+
+  @property
+  def text(self) -> str:
+    """Returns it in words."""
+    return f"{size_text(self.bytes)} in {self.seconds:.3g} s"
+
+
+def stage_gathers_advice(target: Target, ready: Job) -> str:
+  """Returns what parameters and gradients cost, gathered in each tick, once per step, or ZeRO-1.
+
+  Args:
+    target: of the plan.
+    ready: its job.
+
+  Returns:
+    A line with overrides; "" without stages, or if fsdp does not split kernels.
+  """
+  sizes = ready.devices.sizes
+  if ready.program.pipeline is None or sizes["fsdp"] == 1:
+    return ""
+  ways = {f"--config.{GATHER}={one}": {GATHER: one} for one in ("tick", "step")}
+  slices = dict(ready.devices.slices)
+  if slices.setdefault("fsdp", 1) == 1:
+    data = sizes["data"] // slices.setdefault("data", 1) * sizes["fsdp"]
+    flags = f"--config.mesh.data={data} --config.mesh.fsdp=1 --config.{_OPTIMIZER}"
+    changed = {"mesh.data": data, "mesh.fsdp": 1, _OPTIMIZER: ("fsdp", "data"), GATHER: "auto"}
+    ways[f"""{flags}='("fsdp","data")'"""] = changed
+  now = "step" if ready.program.gathered is not None else "tick"
+  texts = []
+  room = target.topology.chip.hbm_bytes
+  for flags, keys in ways.items():
+    as_now = keys == {GATHER: now}
+    try:
+      job = ready if as_now else target.changed(keys).job()
+    except ValueError:
+      continue
+    cost = gather_cost(of_job(job), target)
+    fits = "" if cost.memory <= _MARGIN * room else f", of {size_text(int(room))}"
+    size = f"{size_text(cost.memory)} of memory{fits}"
+    texts.append(f"{flags}{' (as here)' if as_now else ''}: {cost.text}, {size}")
+  return f"parameters and gradients over fsdp and data, by formula: {'; '.join(texts)}"
+
+
+def gather_cost(step: StepFacts, target: Target) -> GatherCost:
+  """Returns the cost of the collectives along fsdp and data."""
+  places = aot.places(step.mesh, target.topology)
+  sent = (one for _, one in analytic.sent(step, places, target.rates))
+  found = [one for one in sent if {*one.axes} & {"fsdp", "data"}]
+  return GatherCost(
+    sum(one.bytes for one in found),
+    sum(one.seconds for one in found),
+    memory.at_once(memory.by_formula(step)),
+  )
+
+
+def gather_once_advice(step: StepFacts, sent: Iterable[Sent], seconds: float, free: float) -> str:
+  """Returns whether keeping the kernels would save time, where there is memory for them.
+
+  Args:
+    step: of the plan.
+    sent: the collectives of its compiled program.
+    seconds: of the step.
+    free: bytes of a device's memory that are left.
+
+  Returns:
+    A line with the override; "" if they are kept, if hardly a gather is waited for, or if they do
+    not fit.
+  """
+  if step.model.name != "transformer" or not step.partitioning.reshard_after_forward:
+    return ""
+  waited = sum(
+    one.exposed_seconds
+    for one in sent
+    if (one.kind, one.axes) == ("all-gather", ("fsdp",)) and one.runs >= step.model.layers
+    if "transpose(" in one.source  # in the backward pass
+  )
+  needed = memory.kept_kernel_bytes(step)
+  if not needed or waited < _LEAST * seconds or needed > _MARGIN * free:
+    return ""
+  return (
+    f"for {1e3 * waited:,.0f} ms of a step the backward pass waits for kernels that it gathers "
+    f"again; kept, those of all layers take {size_text(needed)}: --config.{RESHARD}=False"
+  )

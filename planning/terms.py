@@ -25,12 +25,11 @@ from partitioning.parallel import pipeline, ring_attention
 from partitioning.parallel.expert_exchange import ROUNDS, Exchange
 from partitioning.rules import Placement
 from partitioning.shardings import shard_shape
-from planning import passes
+from planning.step_facts import StepFacts
 from runtime.layer_kinds import sparse_layers
 from training.optimizers import first_order
 from training.optimizers.build import matrix_groups
 from training.optimizers.spec import optimizer_spec
-from training.setup import Job
 
 _DECODER, _ENCODER = "transformer", "vit"  # of other models only parameters have terms
 _LATENTS = "latent vectors"
@@ -61,19 +60,19 @@ class Term:
   arrays: int = 1
 
 
-Source = Callable[[Job], Iterator[Term]]
+Source = Callable[[StepFacts], Iterator[Term]]
 
 
-def step_terms(job: Job) -> list[Term]:
+def step_terms(step: StepFacts) -> list[Term]:
   """Returns the communication of a step, but for `scalars`."""
-  return [term for source in SOURCES for term in sent_by(source, job)]
+  return [term for source in SOURCES for term in sent_by(source, step)]
 
 
-def sent_by(source: Source, job: Job) -> list[Term]:
+def sent_by(source: Source, step: StepFacts) -> list[Term]:
   """Returns the terms of a source; those whose axes all have size 1 are omitted."""
   kept = []
-  for term in source(job):
-    axes = tuple(axis for axis in term.axes if job.devices.sizes[axis] > 1)
+  for term in source(step):
+    axes = tuple(axis for axis in term.axes if step.sizes[axis] > 1)
     if axes and term.runs and term.elements:
       kept.append(dataclasses.replace(term, axes=axes))
   return kept
@@ -109,9 +108,9 @@ class _Parameter:
   back: int
 
 
-def _parameters(job: Job) -> Iterator[_Parameter]:
-  sizes = job.devices.sizes
-  for one in job.placements["parameters"].values():
+def _parameters(step: StepFacts) -> Iterator[_Parameter]:
+  sizes = step.sizes
+  for one in step.parameters.values():
     stacked = one.letters.startswith(STACKS)
     layers = one.shape[0] // sizes["stage"] if stacked else 1
     shard = math.prod(shard_shape(one.shape, one.spec, sizes)) / layers
@@ -123,22 +122,22 @@ def _parameters(job: Job) -> Iterator[_Parameter]:
       shard * (sizes["fsdp"] if split else 1),
       split,
       len(one.letters.lstrip("".join(STACKS))) == 1,
-      stacked or (job.config.model.name != _ENCODER and one.name != "positions/table"),
-      *_runs(job, one),
+      stacked or (step.model.name != _ENCODER and one.name != "positions/table"),
+      *_runs(step, one),
     )
 
 
-def _runs(job: Job, placement: Placement) -> tuple[int, int]:
-  runs = passes.of_job(job)
+def _runs(step: StepFacts, placement: Placement) -> tuple[int, int]:
+  runs = step.passes
   if placement.letters.startswith(STACKS):
-    layers, every = placement.shape[0], job.config.model.layers
+    layers, every = placement.shape[0], step.model.layers
     return runs.forward * layers // every, runs.backward * layers // every
   if placement.name.startswith("embed/"):
-    return runs.enter, runs.entered + (runs.leave if job.config.model.tied_embeddings else 0)
+    return runs.enter, runs.entered + (runs.leave if step.model.tied_embeddings else 0)
   return runs.leave, runs.leave
 
 
-def parameter_gathers(job: Job) -> Iterator[Term]:
+def parameter_gathers(step: StepFacts) -> Iterator[Term]:
   """Yields the all-gathers of parameters over fsdp.
 
   Kernels of the layers inside the scan, and again in its backward pass, because gathered kernels
@@ -147,19 +146,19 @@ def parameter_gathers(job: Job) -> Iterator[Term]:
   lookup does not read the table, that of the logits follows them immediately, and XLA hoists both
   out of the loop over microbatches. A pipeline that gathers once per step: everything once.
   """
-  config, at_once = job.config, job.program.gathered
-  for one in _parameters(job):
+  at_once = step.program.gathered
+  for one in _parameters(step):
     name, stored = one.placement.name, one.placement.dtype
     if one.split and at_once is not None:
       size, why = round(one.whole * one.layers), f"{name}, once per step"
       itemsize = np.dtype(at_once.dtypes.get(name, stored)).itemsize
       yield Term("all-gather", ("fsdp",), 1, size, why, itemsize)
     elif one.split:
-      again = one.back if config.partitioning.reshard_after_forward and not one.vector else 0
+      again = one.back if step.partitioning.reshard_after_forward and not one.vector else 0
       # A scan over one layer is no loop.
       runs = one.forward + again if _is_loop(one.placement) else 1
-      itemsize = wide_dtype(stored).itemsize if one.vector else _narrow(job)
-      itemsize = 1 if in_8_bits(name, config.training.matmul_dtype) else itemsize
+      itemsize = wide_dtype(stored).itemsize if one.vector else step.compute_itemsize
+      itemsize = 1 if in_8_bits(name, step.training.matmul_dtype) else itemsize
       yield Term("all-gather", ("fsdp",), runs, one.whole, f"{name}, gathered", itemsize, True)
 
 
@@ -167,7 +166,7 @@ def _is_loop(placement: Placement) -> bool:
   return placement.letters.startswith(STACKS) and placement.shape[0] > 1
 
 
-def gradient_reductions(job: Job) -> Iterator[Term]:
+def gradient_reductions(step: StepFacts) -> Iterator[Term]:
   """Yields the sums of gradients over the devices that have other rows, or parts of the sequence.
 
   Of kernels that fsdp splits a reduce-scatter, the transpose of the gather, m (L W + 2 V D / t),
@@ -181,25 +180,25 @@ def gradient_reductions(job: Job) -> Iterator[Term]:
   are equal, which shard_map does not know; likewise adapters' halves that `tensor` does not split.
   Tied embeddings have a gradient of each use, and both are reduced.
   """
-  for one in _parameters(job):
-    if one.placement.name in job.program.trained:
-      yield from _reductions(job, one)
+  for one in _parameters(step):
+    if one.placement.name in step.trained:
+      yield from _reductions(step, one)
 
 
-def _reductions(job: Job, one: _Parameter) -> Iterator[Term]:
+def _reductions(step: StepFacts, one: _Parameter) -> Iterator[Term]:
   name, letters, held = one.placement.name, one.placement.letters, spec_axes(one.placement.spec)
-  config, sizes, once = job.config, job.devices.sizes, job.program.reduce_once_over
+  sizes, once = step.sizes, step.program.reduce_once_over
   wide, split, whole = wide_dtype(one.placement.dtype).itemsize, one.split, one.whole
   # A parameter that such an axis shards sees the tokens of all devices along it, as experts do;
   # fsdp's shards are gathered.
-  rows = tuple(a for a in _axes(job, "batch") if (a not in held or a == "fsdp") and a != once)
-  if job.program.gathered is not None:
-    yield from _reduced_at_once(job, one, wide)
+  rows = tuple(a for a in step.axes("batch") if (a not in held or a == "fsdp") and a != once)
+  if step.program.gathered is not None:
+    yield from _reduced_at_once(step, one, wide)
     split, rows = False, tuple(axis for axis in rows if axis not in ("data", "fsdp"))
-  reduced = 4 if config.training.gradient_reduction_dtype == "float32" else _narrow(job)
+  reduced = 4 if step.training.gradient_reduction_dtype == "float32" else step.compute_itemsize
   itemsize, why = wide if one.vector else reduced, f"the gradient of {name}"
   reduce = functools.partial(Term, runs=one.back, why=why, itemsize=itemsize, hidden=True)
-  sequence, tensor = config.partitioning.sequence_parallel, "tensor" not in held
+  sequence, tensor = step.partitioning.sequence_parallel, "tensor" not in held
   # Down-projections, whose input is not gathered over tensor; halves of adapters, and routers.
   down = not one.vector and letters in DOWN_PROJECTIONS
   half = tensor and ("r" in letters or letters == "LDe")
@@ -211,7 +210,7 @@ def _reductions(job: Job, one: _Parameter) -> Iterator[Term]:
     of_tensor = False
   elif sequence and name == "positions/table":  # each device has those of its own positions
     yield reduce("all-reduce", rows, elements=whole / sizes["tensor"])
-    kind = "all-gather" if config.model.name == _ENCODER else "all-reduce"
+    kind = "all-gather" if step.model.name == _ENCODER else "all-reduce"
     of_tensor = True
   else:
     yield reduce("all-reduce", (*rows, *(("tensor",) if half else ())), elements=whole)
@@ -228,35 +227,35 @@ def _of_tokens(one: _Parameter) -> bool:
   return name == "patches/kernel" or (one.vector and not name.startswith("head/"))
 
 
-def _reduced_at_once(job: Job, one: _Parameter, itemsize: int) -> Iterator[Term]:
+def _reduced_at_once(step: StepFacts, one: _Parameter, itemsize: int) -> Iterator[Term]:
   """Yields the sums of a gradient where a pipeline gathers parameters before the first tick."""
   size, why = round(one.whole * one.layers), f"the gradient of {one.placement.name}, added up"
   if one.split:
     yield Term("reduce-scatter", ("fsdp",), 1, size, why, itemsize)
-    yield Term("all-reduce", ("data",), 1, size / job.devices.sizes["fsdp"], why, itemsize)
+    yield Term("all-reduce", ("data",), 1, size / step.sizes["fsdp"], why, itemsize)
   else:
     yield Term("all-reduce", ("data", "fsdp"), 1, size, why, itemsize)
 
 
-def updated_parameters(job: Job) -> Iterator[Term]:
+def updated_parameters(step: StepFacts) -> Iterator[Term]:
   """Yields the all-gathers of updated parameters over data: ZeRO-1.
 
   Each device updates its part of every parameter and gathers the other parts: (L W + 2 V D / t +
   (2 L + 1) D) / f. Of schedule-free parameters the iterates too, before the forward pass.
   """
-  averaged = first_order.averaged(job.state.optimizer)
-  if not any("data" in axes for axes in job.config.partitioning.optimizer.values()):
+  averaged = first_order.averaged(step.state.optimizer)
+  if not any("data" in axes for axes in step.partitioning.optimizer.values()):
     return
-  for one in _parameters(job):
+  for one in _parameters(step):
     name, itemsize = one.placement.name, np.dtype(one.placement.dtype).itemsize
-    if "data" in spec_axes(one.placement.spec) or name not in job.program.trained:
+    if "data" in spec_axes(one.placement.spec) or name not in step.trained:
       continue
     for what in ("updated", "its iterate")[: 1 + (name in averaged)]:
       size = one.shard * one.layers
       yield Term("all-gather", ("data",), 1, size, f"{name}, {what}", itemsize)
 
 
-def matrix_exchanges(job: Job) -> Iterator[Term]:
+def matrix_exchanges(step: StepFacts) -> Iterator[Term]:
   """Yields the exchanges of whole matrices of Muon and SOAP.
 
   Matrices of the same shape and sharding are stacked, those of all layers and also transposed ones.
@@ -266,8 +265,8 @@ def matrix_exchanges(job: Job) -> Iterator[Term]:
   matrix. SOAP: 4 A B + 2 (A A + B B) in a step, 2 A B + 2 (A A + B B) more in one that refreshes
   its bases. With ZeRO-1 moments are split over `data` too, and exchanged along it.
   """
-  sizes, trained = job.devices.sizes, job.program.split(job.program.params)[0]
-  for how, group in matrix_groups(optimizer_spec(job.config), trained, sizes):
+  sizes, trained = step.sizes, step.program.split(step.program.params)[0]
+  for how, group in matrix_groups(optimizer_spec(step.keys), trained, sizes):
     of, itemsize = f"matrices of {group.shape[0]} x {group.shape[1]}", how.dtype.itemsize
     axes = tuple(axis for axis in sizes if axis in group.exchanged)
     for move in how.moves(group):
@@ -281,24 +280,24 @@ def matrix_exchanges(job: Job) -> Iterator[Term]:
 # ------------------------------ activations ------------------------------
 
 
-def embeddings(job: Job) -> Iterator[Term]:
+def embeddings(step: StepFacts) -> Iterator[Term]:
   """Yields the sums of embedded tokens over tensor, which splits the vocabulary.
 
   An all-reduce, m b T D; with sequence parallelism a reduce-scatter, and of the gradient an
   all-gather, each m b T D.
   """
-  if job.config.model.name != _DECODER:
+  if step.model.name != _DECODER:
     return
-  runs, why = passes.of_job(job), "embedded tokens"
-  sequence = job.config.partitioning.sequence_parallel
+  runs, why = step.passes, "embedded tokens"
+  sequence = step.partitioning.sequence_parallel
   kind = "reduce-scatter" if sequence else "all-reduce"
-  yield Term(kind, ("tensor",), runs.enter, _width(job), why, _narrow(job))
-  if sequence and "embed/table" in job.program.trained:
+  yield Term(kind, ("tensor",), runs.enter, step.width, why, step.compute_itemsize)
+  if sequence and "embed/table" in step.trained:
     why = f"gradients of {why}"
-    yield Term("all-gather", ("tensor",), runs.entered, _width(job), why, _narrow(job))
+    yield Term("all-gather", ("tensor",), runs.entered, step.width, why, step.compute_itemsize)
 
 
-def blocks(job: Job) -> Iterator[Term]:
+def blocks(step: StepFacts) -> Iterator[Term]:
   """Yields the sums of partial results over tensor, and the gathers of their inputs.
 
   All-reduces, forward of both blocks of a layer, backward of the gradients of their inputs and of
@@ -312,17 +311,17 @@ def blocks(job: Job) -> Iterator[Term]:
   m L b T (Q + C) for each; without sequence parallelism, where fsdp gathers the down-projections,
   that input's gradient all the same: the devices have equal ones, which shard_map does not know.
   """
-  config, sizes, runs = job.config, job.devices.sizes, passes.of_job(job)
-  if config.model.name not in (_DECODER, _ENCODER):
+  model, sizes, runs = step.model, step.sizes, step.passes
+  if model.name not in (_DECODER, _ENCODER):
     return
-  forward, back, narrow, width = runs.forward, runs.backward, _narrow(job), _width(job)
-  leave = runs.leave if config.model.name == _DECODER else 0
-  latents = [_tokens(job) * size for size in latent_sizes(config.model)]
-  inputs = 0 if "query_latent_size" in config.model and config.model.query_latent_size else 1
+  forward, back, narrow, width = runs.forward, runs.backward, step.compute_itemsize, step.width
+  leave = runs.leave if model.name == _DECODER else 0
+  latents = [step.tokens * size for size in latent_sizes(model)]
+  inputs = 0 if "query_latent_size" in model and model.query_latent_size else 1
   sums = 2 * forward + (1 + inputs) * back + leave
   gathers = (1 + inputs) * forward + (3 + inputs) * back + leave
-  dtype, why = config.training.matmul_dtype, "activations between blocks"
-  if config.partitioning.collective_matmul:
+  dtype, why = step.training.matmul_dtype, "activations between blocks"
+  if step.partitioning.collective_matmul:
     why, parts = f"{why}, while others are multiplied", sizes["tensor"]
     # The gathers of inputs in both passes; of float8 those of the gradients of outputs too.
     small = {"compute": 0, "int8": forward + back, "float8": forward + 2 * back}[dtype]
@@ -330,17 +329,17 @@ def blocks(job: Job) -> Iterator[Term]:
     rings = [(width, sums + gathers - small, narrow), (width, small, 1)]
     for one in latents:
       rings += [(one, back, narrow), (one, forward + back, 1 if small else narrow)]
-    halves = 1 if parts == 2 or _length(job) // (sizes["context"] * parts) % 2 else 2
+    halves = 1 if parts == 2 or step.length // (sizes["context"] * parts) % 2 else 2
     for size, times, itemsize in rings:
       times *= parts - 1
       ring = Term("collective-permute", ("tensor",), times, size / parts, why, itemsize, True)
       yield dataclasses.replace(ring, arrays=halves)
-  elif config.partitioning.sequence_parallel:
+  elif step.partitioning.sequence_parallel:
     yield Term("reduce-scatter", ("tensor",), sums, width, f"{why}, scattered", narrow)
     for size in latents:
       yield Term("reduce-scatter", ("tensor",), back, size, f"{_LATENTS}, scattered", narrow)
     itemsize = narrow
-    if dtype != "compute" and not config.lora.rank:
+    if dtype != "compute" and not step.keys.lora.rank:
       of_blocks = (1 + inputs) * (forward + back)  # in both passes
       gathers, itemsize = gathers - of_blocks, 1
       yield Term("all-gather", ("tensor",), of_blocks, width, "inputs of blocks, in 8 bits", 1)
@@ -355,7 +354,7 @@ def blocks(job: Job) -> Iterator[Term]:
       yield Term("all-reduce", ("tensor",), back, size, f"gradients of {_LATENTS}", narrow)
 
 
-def attention_heads(job: Job) -> Iterator[Term]:
+def attention_heads(step: StepFacts) -> Iterator[Term]:
   """Yields what attention sends over tensor, of heads that its devices share.
 
   Where `tensor` does not divide the key/value heads, for keys and for values: an all-reduce of the
@@ -366,18 +365,18 @@ def attention_heads(job: Job) -> Iterator[Term]:
   a scatter, or an all-reduce of gradients: m L b T I. Of norms across heads a sum of squares of
   each token in both passes: m 2 L b T for queries, and as many for keys whose heads are split.
   """
-  config, runs = job.config, passes.of_job(job)
-  if config.model.name != _DECODER:
+  model, runs = step.model, step.passes
+  if model.name != _DECODER:
     return
-  model, narrow, tokens = config.model, _narrow(job), _tokens(job)
+  narrow, tokens = step.compute_itemsize, step.tokens
   forward, back = runs.forward, runs.backward
   if is_latent(model):
     why, size = "rotary keys, and their gradients", tokens * model.rotary_size
     ways = {"all-gather": forward, "reduce-scatter": back}
-    split = config.partitioning.sequence_parallel
+    split = step.partitioning.sequence_parallel
     for kind, often in (ways if split else {"all-reduce": back}).items():
       yield Term(kind, ("tensor",), often, size, why, narrow)
-  whole = model.kv_heads % job.devices.sizes["tensor"] > 0
+  whole = model.kv_heads % step.sizes["tensor"] > 0
   if model.query_key_norm_across_heads:
     often, why = (1 if whole else 2) * (forward + back), "sums of squares over all heads"
     yield Term("all-reduce", ("tensor",), often, tokens, f"{why}, and their gradients", 4)
@@ -390,17 +389,17 @@ def attention_heads(job: Job) -> Iterator[Term]:
     yield Term("all-reduce", ("tensor",), 2 * back, kernel, why, narrow)
 
 
-def cross_entropy(job: Job) -> Iterator[Term]:
+def cross_entropy(step: StepFacts) -> Iterator[Term]:
   """Yields the vocabulary-parallel cross-entropy over tensor.
 
   The largest logit, the sum of exponentials and the target's logit of each token: m 3 b T.
   """
-  if job.config.model.name == _DECODER:
+  if step.model.name == _DECODER:
     why = "the cross-entropy over a split vocabulary"
-    yield Term("all-reduce", ("tensor",), 3 * passes.of_job(job).leave, _tokens(job), why, 4)
+    yield Term("all-reduce", ("tensor",), 3 * step.passes.leave, step.tokens, why, 4)
 
 
-def sequence_attention(job: Job) -> Iterator[Term]:
+def sequence_attention(step: StepFacts) -> Iterator[Term]:
   """Yields what attention sends over context, which splits the sequence.
 
   As a ring: keys and values are passed to the next device c - 1 times, and again in the backward
@@ -409,23 +408,28 @@ def sequence_attention(job: Job) -> Iterator[Term]:
   Else all-gathers of keys and values of complete rows, m L 2 b T c K H / t, and all-reduces of
   their gradients, before those of a group's query heads are added: m L 2 b T c N H / t.
   """
-  model, sizes, runs = job.config.model, job.devices.sizes, passes.of_job(job)
+  model, sizes, runs = step.model, step.sizes, step.passes
   if model.name not in (_DECODER, _ENCODER):
     return
-  around, tensor, narrow, axes = sizes["context"], sizes["tensor"], _narrow(job), ("context",)
-  pair = queries = _width(job) / tensor
+  around, tensor, narrow, axes = (
+    sizes["context"],
+    sizes["tensor"],
+    step.compute_itemsize,
+    ("context",),
+  )
+  pair = queries = step.width / tensor
   if model.name == _DECODER:
     heads = model.kv_heads // tensor if model.kv_heads % tensor == 0 else model.kv_heads
     # On average: the heads of values may have another size than those of keys.
-    pair = _tokens(job) * heads * (model.head_size + model.value_head_size) / 2
+    pair = step.tokens * heads * (model.head_size + model.value_head_size) / 2
     queries = pair / heads * model.heads / tensor
-    kind, length = model.context_attention, _length(job)
+    kind, length = model.context_attention, step.length
     if ring_attention.use_ring(kind, length, around, model.heads, model.kv_heads):
       why, others = "keys, values and their gradients, around the ring", around - 1
       often = 2 * others * runs.forward + (4 * others + 2) * runs.backward
       yield Term("collective-permute", axes, often, pair, why, narrow)
       why = "tokens, targets and weights of whole rows, in zigzag order"
-      yield Term("all-gather", axes, 3 * runs.microbatches, _tokens(job) * around, why, 4)
+      yield Term("all-gather", axes, 3 * runs.microbatches, step.tokens * around, why, 4)
       return
   why = "keys and values of whole rows"
   yield Term("all-gather", axes, 2 * runs.forward, pair * around, why, narrow)
@@ -433,36 +437,36 @@ def sequence_attention(job: Job) -> Iterator[Term]:
   yield Term("all-reduce", axes, 2 * runs.backward, queries * around, why, narrow)
 
 
-def routers(job: Job) -> Iterator[Term]:
+def routers(step: StepFacts) -> Iterator[Term]:
   """Yields what the routers of layers with experts send over tensor, beside other `blocks`.
 
   Gradients of tokens by way of the router, m L b T D, and of their gates to k experts, m L b T k.
   With sequence parallelism gates and experts of the tokens are gathered in both passes, m L 4 b T
   k, and the gradients of gates scattered, m L b T k.
   """
-  if not _experts(job):
+  if not step.experts:
     return
-  forward, back = _sparse_passes(job)
-  tokens, why = _tokens(job), "gates of the tokens"
-  gates = tokens * job.config.model.experts_per_token
-  if job.config.partitioning.sequence_parallel:
+  forward, back = _sparse_passes(step)
+  tokens, why = step.tokens, "gates of the tokens"
+  gates = tokens * step.model.experts_per_token
+  if step.partitioning.sequence_parallel:
     often = 2 * (forward + back)
     yield Term("all-gather", ("tensor",), often, gates, f"{why}, and their experts", 4)
     yield Term("reduce-scatter", ("tensor",), back, gates, f"gradients of {why}", 4)
   else:
     yield Term("all-reduce", ("tensor",), back, gates, f"gradients of {why}", 4)
     why = "gradients of the inputs of routers"
-    yield Term("all-reduce", ("tensor",), back, _width(job), why, _narrow(job))
+    yield Term("all-reduce", ("tensor",), back, step.width, why, step.compute_itemsize)
 
 
-def _sparse_passes(job: Job) -> tuple[int, int]:
+def _sparse_passes(step: StepFacts) -> tuple[int, int]:
   """Returns the forward and backward passes of layers with experts."""
-  runs, model = passes.of_job(job), job.config.model
+  runs, model = step.passes, step.model
   share = sparse_layers(model), model.layers
   return runs.forward * share[0] // share[1], runs.backward * share[0] // share[1]
 
 
-def expert_exchange(job: Job) -> Iterator[Term]:
+def expert_exchange(step: StepFacts) -> Iterator[Term]:
   """Yields the exchange of tokens over expert, of one round in each layer with experts.
 
   Of n tokens of a device with k experts each, in buffers of C rows from one device to another,
@@ -475,11 +479,11 @@ def expert_exchange(job: Job) -> Iterator[Term]:
   D + 4 P n k); reduce-scatters of results, and of the gradients of tokens and of gates, L (2 P n D
   + P n k).
   """
-  model, devices = job.config.model, job.devices.sizes["expert"]
-  if not _experts(job) or devices == 1:
+  model, devices = step.model, step.sizes["expert"]
+  if not step.experts or devices == 1:
     return
-  narrow, axes, (forward, back) = _narrow(job), ("expert",), _sparse_passes(job)
-  tokens, each = round(_tokens(job)), model.experts_per_token
+  narrow, axes, (forward, back) = step.compute_itemsize, ("expert",), _sparse_passes(step)
+  tokens, each = round(step.tokens), model.experts_per_token
   if model.expert_exchange == ROUNDS:
     own = model.experts // devices
     given = Exchange("rounds", "", devices, own, model.expert_capacity, None, "", 1)
@@ -497,7 +501,7 @@ def expert_exchange(job: Job) -> Iterator[Term]:
   yield Term("reduce-scatter", axes, back, every * each, f"{why}, their gates", 4)
 
 
-def pipeline_sends(job: Job) -> Iterator[Term]:
+def pipeline_sends(step: StepFacts) -> Iterator[Term]:
   """Yields what pipeline stages send.
 
   Two permutes in each of the M v + S - 1 ticks of M microbatches through S stages of v chunks, also
@@ -508,26 +512,26 @@ def pipeline_sends(job: Job) -> Iterator[Term]:
   back, once per step, in r rounds: in each every stage sends one chunk, and a round in which every
   chunk stays where it is sends nothing.
   """
-  config, schedule, axes = job.config, job.program.pipeline, ("stage",)
-  if schedule is None or config.model.name != _DECODER:
+  schedule, axes = step.pipeline, ("stage",)
+  if schedule is None or step.model.name != _DECODER:
     return
-  count, narrow = config.training.gradient_accumulation_steps, _narrow(job)
-  ticks, size = count * schedule.forward_ticks, passes.residual_elements(job)
+  count, narrow = step.training.gradient_accumulation_steps, step.compute_itemsize
+  ticks, size = count * schedule.forward_ticks, step.residual_elements
   # While a tick's backward pass is computed, what its forward pass has returned can be sent.
   yield Term("collective-permute", axes, ticks, size, "outputs of stages", narrow, True)
   yield Term("collective-permute", axes, ticks, size, "gradients of their inputs", narrow)
-  for name, elements in passes.of_stages(job, split=False):
-    if name in job.program.trained:
+  for name, elements in step.of_stages(split=False):
+    if name in step.trained:
       why = f"the gradient of {name}, of the first stage and the last"
       yield Term("all-reduce", axes, count, elements, why, 4)
   rounds = pipeline.exchanges(schedule.stages, schedule.chunks)
   moving = count * sum(any(to != i for i, (_, to, _) in enumerate(one)) for one in rounds)
-  dtypes = job.program.gathered.dtypes if job.program.gathered is not None else {}
-  for name, elements in passes.of_stages(job, split=True) if schedule.chunks > 1 else ():
+  dtypes = step.program.gathered.dtypes if step.program.gathered is not None else {}
+  for name, elements in step.of_stages(split=True) if schedule.chunks > 1 else ():
     why, each = f"{name}, to the stages that compute with it", elements / schedule.chunks
     itemsize = np.dtype(dtypes.get(name, np.float32)).itemsize
     yield Term("collective-permute", axes, moving, each, why, itemsize)
-    if name in job.program.trained:
+    if name in step.trained:
       yield Term("collective-permute", axes, moving, each, f"the gradient of {name}, back", 4)
 
 
@@ -547,7 +551,7 @@ SOURCES: tuple[Source, ...] = (
 )
 
 
-def scalars(job: Job) -> Iterator[Term]:
+def scalars(step: StepFacts) -> Iterator[Term]:
   """Yields the all-reduces of scalars, and of a few numbers of each row.
 
   They have no time in a plan: XLA combines them with others. The sums of losses and of weights, of
@@ -558,72 +562,35 @@ def scalars(job: Job) -> Iterator[Term]:
   tokens that any two devices exchange: where they are gathered it is a metric. With sequence
   parallelism, the vision transformer's mean over the patches, b D.
   """
-  sizes, once, runs = job.devices.sizes, job.program.reduce_once_over, passes.of_job(job)
-  rows = tuple(axis for axis in _axes(job, "batch") if axis != once)
+  sizes, once, runs = step.sizes, step.program.reduce_once_over, step.passes
+  rows = tuple(axis for axis in step.axes("batch") if axis != once)
   for axes, often in ((rows, runs.leave), ((once,) if once else (), 1), (("context",), runs.leave)):
     yield Term("all-reduce", axes, 2 * often, 1, "sums of losses and of weights", 4)
-  if job.program.pipeline is not None:
+  if step.pipeline is not None:
     yield Term("all-reduce", ("stage",), 1, 1, "the sum of losses, of the last stage", 4)
   norm: dict[tuple[str, ...], int] = defaultdict(int)
-  for spec in jax.tree.leaves(job.program.split(job.program.norm_specs)[0]):
+  for spec in jax.tree.leaves(step.program.split(step.program.norm_specs)[0]):
     for cut in spec_entries(spec):
       norm[tuple(axis for axis in sizes if axis in cut)] += 1
   for axes, often in norm.items():
     yield Term("all-reduce", axes, often, 1, "the norm of the gradients", 4)
-  if _experts(job):
-    yield from _scalars_of_experts(job, rows)
-  if job.config.model.name == _ENCODER and job.config.partitioning.sequence_parallel:
-    size, why = _width(job) / job.legend["T"].size, "the mean over the patches"
+  if step.experts:
+    yield from _scalars_of_experts(step, rows)
+  if step.model.name == _ENCODER and step.partitioning.sequence_parallel:
+    size, why = step.width / step.legend["T"].size, "the mean over the patches"
     yield Term("all-reduce", ("tensor",), runs.microbatches, size, why, 4)
 
 
-def _scalars_of_experts(job: Job, rows: tuple[str, ...]) -> Iterator[Term]:
-  model, sizes, runs = job.config.model, job.devices.sizes, passes.of_job(job).leave
+def _scalars_of_experts(step: StepFacts, rows: tuple[str, ...]) -> Iterator[Term]:
+  model, sizes, runs = step.model, step.sizes, step.passes.leave
   layers, why = sparse_layers(model), "metrics of the experts"
   yield Term("all-reduce", rows, runs, layers * model.experts, why, 4)
   yield Term("all-reduce", rows, 6 * runs, 1, why, 4)
-  if job.config.partitioning.sequence_parallel:
-    each = _tokens(job) * sizes["context"] / _length(job)
+  if step.partitioning.sequence_parallel:
+    each = step.tokens * sizes["context"] / step.length
     yield Term("all-reduce", ("tensor",), 2 * layers * runs, each * model.experts, why, 4)
     yield Term("all-reduce", ("tensor",), 2 * (layers + 1) * runs, each, why, 4)
   if sizes["expert"] > 1:
     often = 2 if model.expert_exchange == ROUNDS else 1
     axes, why = tuple(axis for axis in sizes if axis != "stage"), "the most tokens exchanged"
     yield Term("all-reduce", axes, often * layers, 1, why, 4)
-
-
-# ------------------------------ sizes ------------------------------
-
-
-def _axes(job: Job, *dims: str) -> tuple[str, ...]:
-  """Returns the mesh axes that shard these dims of activations, by the config's table."""
-  table = job.config.partitioning.activations
-  return tuple(axis for dim in dims for axis in table.get(dim, ()))
-
-
-def _length(job: Job) -> int:
-  """Returns the tokens of a row, or the patches of an image."""
-  return job.legend["T"].size or job.config.data.sequence_length
-
-
-def _tokens(job: Job) -> float:
-  """Returns the tokens of a microbatch on a device."""
-  parts = axes_size(_axes(job, "batch", "sequence"), job.devices.sizes)
-  rows = job.config.data.global_batch_size / passes.of_job(job).microbatches
-  return rows * _length(job) / parts
-
-
-def _experts(job: Job) -> int:
-  """Returns how many experts a layer has."""
-  model = job.config.model
-  return model.experts if "experts" in model else 0  # other models have no such key
-
-
-def _width(job: Job) -> float:
-  """Returns the elements of a microbatch's residual on a device."""
-  return _tokens(job) * job.config.model.model_size
-
-
-def _narrow(job: Job) -> int:
-  """Returns the bytes of a number of the compute dtype."""
-  return np.dtype(job.config.training.compute_dtype).itemsize

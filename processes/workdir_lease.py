@@ -1,5 +1,9 @@
 """The lease on a workdir: its owner is the run with the highest claim, renewed by a heartbeat.
 
+Claims are numbered files in `WORKDIR/owner/`, on local disks, NFS and in buckets. `000007.json`
+names the claimant, and is created only if its number is free, so of two starts that want the same
+one exactly one gets it. The owner rewrites `000007.beat` as long as it runs.
+
 A claim's number is a fencing token. A run that takes over claims the next number, and the owner
 checks for a higher one before each write, so a run that was suspended and replaced stops there. No
 clocks of different machines are compared: a start watches whether the heartbeat changes.
@@ -8,17 +12,277 @@ clocks of different machines are compared: a start watches whether the heartbeat
 import contextlib
 import dataclasses
 import datetime
+import errno
 import json
 import os
+import pathlib
+import re
 import secrets
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from processes.claims import FOLDER, LAST, Claims
+from etils import epath
+
 from runtime.printable import printable
+
+# ------------------------------ claims ------------------------------
+
+FOLDER = "owner"
+LAST = 10**9 - 1  # largest number of a claim; files with larger ones are foreign
+_CLAIM = re.compile(r"([0-9]{6,9})\.json")
+_OURS = re.compile(r"[0-9]{6,9}\.(json|beat|[0-9a-f]{16}\.new)")
+_BEAT_BYTES = 32  # constant, so that a heartbeat needs no space on a full disk
+_MOST_BYTES = 2**16
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class Storage(Protocol):
+  """The files of a workdir's claims; every method may raise OSError."""
+
+  def names(self) -> list[str]:
+    """Returns the names of all files, bypassing caches."""
+
+  def create(self, name: str, text: str) -> bool:
+    """Writes a file if there is none of this name; returns whether there was none."""
+
+  def read(self, name: str) -> tuple[str, str]:
+    """Returns content and stamp, which changes with each write; "" if it cannot be read."""
+
+  def write(self, name: str, text: str) -> None:
+    """Replaces a file's content by one of the same length."""
+
+  def remove(self, name: str) -> None:
+    """Removes a file, if it is there."""
+
+  def remove_created(self) -> None:
+    """Removes the folders that `create` has made, if they are empty."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Beat:
+  """A heartbeat as read: what the owner wrote, and a stamp that changes whenever it writes."""
+
+  text: str
+  stamp: str
+
+
+class Claims:
+  """The claims to one workdir; every method may raise OSError."""
+
+  def __init__(self, storage: Storage):
+    """Takes where the claims are."""
+    self._storage = storage
+
+  def numbers(self) -> list[int]:
+    """Returns the claimed numbers, bypassing caches."""
+    return [int(found[1]) for found in map(_CLAIM.fullmatch, self._storage.names()) if found]
+
+  def create(self, number: int, text: str) -> bool:
+    """Claims a number; returns whether it was free."""
+    return self._storage.create(f"{number:06}.json", text)
+
+  def read(self, number: int) -> str:
+    """Returns the text of a claim; "" if it cannot be read."""
+    return self._storage.read(f"{number:06}.json")[0]
+
+  def write_beat(self, number: int, text: str) -> None:
+    """Writes a heartbeat, of at most 32 characters."""
+    self._storage.write(f"{number:06}.beat", text[:_BEAT_BYTES].ljust(_BEAT_BYTES))
+
+  def read_beat(self, number: int) -> Beat:
+    """Returns the newest heartbeat."""
+    text, stamp = self._storage.read(f"{number:06}.beat")
+    return Beat(text.rstrip(), stamp)
+
+  def remove(self, number: int) -> None:
+    """Removes a claim and its heartbeat."""
+    for ending in ("beat", "json"):
+      self._storage.remove(f"{number:06}.{ending}")
+
+  def remove_others(self, number: int) -> None:
+    """Removes what claims with lower numbers have left."""
+    for name in self._storage.names():
+      if _OURS.fullmatch(name) and int(name.partition(".")[0]) < number:
+        self._storage.remove(name)
+
+  def withdraw(self, number: int) -> None:
+    """Removes a claim, and the folders created for it if they are empty."""
+    self.remove(number)
+    self._storage.remove_created()
+
+
+def claims_to(workdir: epath.PathLike) -> Claims:
+  """Returns the claims to a workdir, which need not exist.
+
+  Raises:
+    ValueError: its storage has no conditional write.
+  """
+  scheme, separator, _ = str(workdir).partition("://")
+  if not separator:
+    return Claims(_FolderStorage(pathlib.Path(workdir).expanduser().absolute() / FOLDER))
+  if scheme in ("gs", "s3"):
+    return Claims(BucketStorage(f"{workdir}/{FOLDER}/"))
+  raise ValueError(
+    f"{workdir}: {scheme}:// has no conditional write here, without which two runs cannot be kept "
+    f"out of one workdir; name one in a file system, gs:// or s3:// with --workdir"
+  )
+
+
+class _FolderStorage:
+  """A folder of a file system, which may be NFS.
+
+  An NFS client may answer from its cache, but asks the server when a file or folder is opened. So
+  claims are found by listing the folder, never by looking up a name, and a heartbeat overwrites the
+  same file instead of being renamed into place.
+  """
+
+  def __init__(self, folder: pathlib.Path):
+    self._folder = folder
+    self._made: list[pathlib.Path] = []
+
+  def names(self) -> list[str]:
+    try:
+      return os.listdir(self._folder)
+    except FileNotFoundError:
+      return []
+
+  def create(self, name: str, text: str) -> bool:
+    self._make()
+    target, new = self._folder / name, self._folder / f"{name[:-5]}.{secrets.token_hex(8)}.new"
+    try:
+      _write_new(new, text)
+      try:
+        os.link(new, target)  # atomic: with all of its content, or not at all
+      except OSError as error:
+        # The reply of a network file system may have been lost: then the file has two names.
+        if error.errno in _NO_LINKS:
+          _write_new(target, text)
+        elif new.stat().st_nlink != 2:
+          raise
+    except FileExistsError:
+      return False
+    finally:
+      with contextlib.suppress(OSError):
+        new.unlink()
+    return True
+
+  def read(self, name: str) -> tuple[str, str]:
+    try:
+      descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+      return "", ""
+    with open(descriptor, "rb") as file:
+      status = os.fstat(descriptor)
+      if not stat.S_ISREG(status.st_mode):
+        return "", ""
+      text = file.read(_MOST_BYTES).decode(errors="replace")
+    return text, f"{status.st_ino} {status.st_mtime_ns} {text}"
+
+  def write(self, name: str, text: str) -> None:
+    path = self._folder / name
+    try:
+      descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+      try:
+        os.pwrite(descriptor, text.encode(), 0)
+      finally:
+        os.close(descriptor)  # here NFS sends it
+    except OSError as error:
+      if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        raise
+      os.utime(path)  # a heartbeat without disk space
+
+  def remove(self, name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+      (self._folder / name).unlink()
+
+  def remove_created(self) -> None:
+    with contextlib.suppress(OSError):  # something else is in it
+      for folder in self._made:
+        folder.rmdir()
+
+  def _make(self) -> None:
+    """Creates the folder, remembering what was created; rejects a link or a file."""
+    missing = [path for path in (self._folder, *self._folder.parents) if not os.path.lexists(path)]
+    try:
+      self._folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+      why = f"{self._folder} cannot be created: {error.strerror}; give another --workdir"
+      raise type(error)(why) from error
+    self._made = self._made or missing
+    if self._folder.is_symlink():
+      raise NotADirectoryError(f"{self._folder} is a symbolic link, not a folder; remove it")
+
+
+def _write_new(path: pathlib.Path, text: str) -> None:
+  descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+  with open(descriptor, "w", encoding="utf-8") as file:
+    file.write(text)
+    file.flush()
+    os.fsync(descriptor)
+
+
+class BucketStorage:
+  """A folder of a bucket, accessed by TensorStore, which also writes the arrays of checkpoints.
+
+  A claim is created on the condition that its object does not exist: `ifGenerationMatch=0` in Cloud
+  Storage, `If-None-Match: *` in S3. Both list new objects without delay.
+  """
+
+  def __init__(self, url: str):
+    """Takes the URL of the folder; the bucket must exist."""
+    self._url = url
+    self._store = None
+    self._opening = threading.Lock()
+
+  @property
+  def _objects(self):
+    import tensorstore  # here: it takes a while, and a workdir on a disk does not need it
+
+    with self._opening:
+      if self._store is None:
+        self._store = _result(tensorstore.KvStore.open(self._url))
+    return self._store
+
+  def names(self) -> list[str]:
+    return [name.decode(errors="replace") for name in _result(self._objects.list())]
+
+  def create(self, name: str, text: str) -> bool:
+    there = _result(self._objects.read(name))
+    if there.state != "missing":
+      return False
+    # The generation of a missing object: the server refuses the write if there is one now.
+    written = _result(self._objects.write(name, text, if_equal=there.stamp.generation))
+    # TensorStore retries a request whose reply was lost; then the object has this claim's secret.
+    return bool(written.generation) or self.read(name)[0] == text
+
+  def read(self, name: str) -> tuple[str, str]:
+    found = _result(self._objects.read(name))
+    text = found.value[:_MOST_BYTES].decode(errors="replace")
+    return text, f"{found.stamp.generation!r} {text}"
+
+  def write(self, name: str, text: str) -> None:
+    _result(self._objects.write(name, text))
+
+  def remove(self, name: str) -> None:
+    _result(self._objects.write(name, None))
+
+  def remove_created(self) -> None:
+    """Does nothing: a bucket has no folders."""
+
+
+def _result(future):
+  """Returns the result of a TensorStore future; raises OSError if it failed or takes too long."""
+  try:
+    return future.result(timeout=60)
+  except (ValueError, TimeoutError) as error:
+    raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+# ------------------------------ the owner ------------------------------
 
 BEATS_PER_LEASE = 6
 RUNNING, STOPPING, RELEASED = "running", "stopping", "released"

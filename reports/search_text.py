@@ -6,8 +6,7 @@ from rich.table import Table
 
 from partitioning.shardings import size_text
 from planning import search_space
-from planning.search_choice import Tried
-from planning.search_results import COMPILER, FORMULA, RUN, Found, Row
+from planning.search_results import COMPILER, FORMULA, RUN, Found, Row, Tried
 from reports.drawings import plain
 from reports.layout_text import plain_table
 from reports.plan_text import duration, number

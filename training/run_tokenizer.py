@@ -11,7 +11,7 @@ from collections.abc import Callable
 from etils import epath
 from ml_collections import ConfigDict
 
-from input_pipeline.sources import catalog
+from input_pipeline import catalog
 from input_pipeline.text import tokenizer, tokenizer_files
 from interop import hf_folder
 from runtime import files

@@ -8,8 +8,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from input_pipeline import catalog
 from input_pipeline.ramp import Ramp
-from input_pipeline.sources import catalog
 from input_pipeline.text.conversations import FORMS
 from runtime.suggest import nearest
 from training.tasks import DPO, TASKS

@@ -24,7 +24,7 @@ from configs.schema import (
   step_checks,
 )
 from configs.schema.model_checks import divisors
-from input_pipeline.sources import catalog
+from input_pipeline import catalog
 from input_pipeline.text import tokenizer
 from interop import hf_folder
 from training.optimizer import optimizer_row
@@ -502,7 +502,7 @@ def with_choices(
   with config.unlocked():
     step_checks.finalize_precision(config.training, config.optimizer, accelerated)
     default(config.training, "matmul_precision", "default")
-    optimizer_checks.finalize_optimizer(config, recipe)
+    optimizer_checks.finalize_optimizer(config.optimizer, recipe.optimizer, config.argument)
     if "folder" in config.model:
       finalize_folder(config)
     _data(config.model, config.data, config.task, accelerated)

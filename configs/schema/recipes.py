@@ -11,7 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from configs.keys import table
-from input_pipeline.sources import catalog
+from input_pipeline import catalog
 from runtime.extensions import Table
 from runtime.suggest import nearest
 from training.tasks import DPO

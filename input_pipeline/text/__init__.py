@@ -1,7 +1,7 @@
-"""Text files as rows of tokens: documents are tokenized once, and rows are an index over them.
+"""Text files as documents in the store, tokenizers, and conversations.
 
-Read in this order: documents (what a file holds), tokenizer, store (tokens on disk), preparation
-(who fills it), packing (which documents share a row), rows (the Source that training reads).
+Read in this order: files (which there are), documents (what a file holds), tokenizer, worker (a
+unit of the files as a shard), preparation (all of them).
 
 Worker processes import this package: nothing in it imports JAX or TensorFlow Datasets at the top.
 """

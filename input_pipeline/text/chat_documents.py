@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from input_pipeline.bad_records import counted
-from input_pipeline.source import Source
-from input_pipeline.sources import catalog
-from input_pipeline.text import documents, shard_writer, tokenizer
+from input_pipeline import catalog, store
+from input_pipeline.source import Source, counted
+from input_pipeline.store import Item, Prepared
+from input_pipeline.text import documents, tokenizer
 from input_pipeline.text.chat_template import ChatTemplate, Encoded
 from input_pipeline.text.conversations import ASSISTANT, DROP, Conversation, parse
 
@@ -211,16 +211,16 @@ class Example:
   segments: list[tuple[bytes, bool]]
 
 
-def write(
+def write_conversations(
   folder: epath.Path,
-  read: Iterable[documents.Item],
+  read: Iterable[Item],
   encoder: tokenizer.Tokenizer,
   template: ChatTemplate,
+  facts: Mapping[str, Any],
   *,
   limit: int,
-  facts: dict[str, Any],
-  pairs: bool = False,
-  tick: Callable = shard_writer.no_tick,
+  pairs: bool,
+  tick: Callable,
 ) -> None:
   """Writes conversations, in order, as a shard.
 
@@ -229,31 +229,25 @@ def write(
     read: the records. One that is no conversation, or that the template refuses, is a bad one.
     encoder: the tokenizer.
     template: its chat template.
-    limit: data.max_bad_records: with more, the shard is given up.
     facts: what else shard.json says.
+    limit: data.max_bad_records: with more, the shard is given up.
     pairs: whether the records are preferences; then each document is a pair.
-    tick: as of `worker.write_unit`.
-
-  Raises:
-    TooManyBadError: more than `limit` records are bad.
-    OSError: a file cannot be read, or the shard not be written.
+    tick: as of `store.write_documents`, whose errors it raises too.
   """
 
-  def fill(shard: shard_writer.ShardWriter) -> None:
+  def fill(shard: store.ShardWriter) -> None:
     counts = np.zeros(3, np.int64)
     for record in read:
       why = record.why or _add(shard, record.value, encoder, template, counts, pairs)
       if why:
         shard.add_bad(record, why)
-        if shard.bad_count > limit:
-          raise shard_writer.TooManyBadError(shard.bad, shard.bad_count)
       if counts[0] == _BATCH:
         tick(*counts.tolist())
         counts[:] = 0
     tick(*counts.tolist())
 
   about = {"tokenizer": encoder.digest, "chat_template": template.digest, **facts}
-  shard_writer.write_shard(folder, encoder.size, about, fill)
+  store.write_shard(folder, encoder.size, about, fill, limit)
 
 
 def _add(shard, record, encoder, template, counts: np.ndarray, pairs: bool) -> str:
@@ -265,7 +259,7 @@ def _add(shard, record, encoder, template, counts: np.ndarray, pairs: bool) -> s
     return str(error)
   if not len(found.tokens):
     return "the template writes nothing for it"
-  hashed = shard_writer.content_hash(parsed.content())
+  hashed = store.content_hash(parsed.content())
   shard.add(found.tokens, found.bytes, hashed, found.trained)
   counts += (1, len(found.tokens), len(found.text.encode()))
   return ""
@@ -275,12 +269,12 @@ def _add(shard, record, encoder, template, counts: np.ndarray, pairs: bool) -> s
 
 
 def select_conversations(
-  prepared: Any, chosen: np.ndarray, data: Any, name: str
+  prepared: Prepared, chosen: np.ndarray, data: Any, name: str
 ) -> tuple[np.ndarray, dict]:
   """Returns those of the conversations that rows are made of.
 
   Args:
-    prepared: `preparation.Prepared`.
+    prepared: what is in the store.
     chosen: int64 [N], the numbers of the conversations of a split.
     data: the config's `data` section.
     name: of the split, for messages.
@@ -326,7 +320,7 @@ def select_conversations(
   return good, report
 
 
-def place_in_files(prepared: Any, number: int) -> str:
+def place_in_files(prepared: Prepared, number: int) -> str:
   """Returns where a conversation is in the files: `FILE:LINE`; else, where it is in the store."""
   unit = prepared.units[prepared.documents.shard_of(number)]
   wanted = int(prepared.documents.index["hash"][number])
@@ -344,14 +338,14 @@ def _hashes(record: Any) -> list[int]:
   found = []
   for read in (parse, parse_pair):
     with contextlib.suppress(ValueError, RecursionError):
-      found.append(shard_writer.content_hash(read(record).content()))
+      found.append(store.content_hash(read(record).content()))
   return found
 
 
 # ------------------------------ shown ------------------------------
 
 
-def example(prepared: Any, number: int) -> Example:
+def example(prepared: Prepared, number: int) -> Example:
   """Returns a conversation to be shown."""
   first, last = prepared.documents.first_record[number : number + 2]
   tokens, trained = prepared.documents.read(np.arange(first, last))

@@ -16,11 +16,12 @@ import hashlib
 import io
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from etils import epy
 
+from input_pipeline.store import Item, Place
 from input_pipeline.text import files
 from runtime.files import is_local
 
@@ -32,33 +33,6 @@ with epy.lazy_imports():  # only Parquet files need it
 MOST_BYTES = 2**25
 BLOCK = 2**20  # bytes read at a time
 _OTHER_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-
-Place = Callable[[int], str]
-
-
-class Item:
-  """A document or a record; or, where it cannot be read, why not.
-
-  Attributes:
-    value: of a document its text in UTF-8, as bytes; of a record the object. None if it is bad.
-    why: what is wrong with it; "" where nothing is.
-  """
-
-  __slots__ = ("_index", "_place", "value", "why")
-
-  def __init__(self, place: Place, index: int, value: Any, why: str = ""):
-    self._place, self._index, self.value, self.why = place, index, value, why
-
-  @property
-  def text(self) -> bytes | None:
-    """The text of a document."""
-    return self.value
-
-  @property
-  def where(self) -> str:
-    """`FILE`, `FILE:LINE` (from 1) or `FILE, row N` (from 0)."""
-    return self._place(self._index)
-
 
 _TYPES = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list"}
 

@@ -10,66 +10,33 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 import pathlib
 import pickle
 import queue
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from etils import epath
-
-from input_pipeline.file_lock import locked
-from input_pipeline.sources import catalog
-from input_pipeline.text import chat_template, documents, shard_writer, store, tokenizer, worker
+from input_pipeline import catalog, store
+from input_pipeline.text import chat_template, documents, tokenizer, worker
 from input_pipeline.text import files as text_files
 from runtime import exit_codes, files
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _WAIT_SECONDS = 0.1
-_LISTED = 5
 ABOUT = "store.json"
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-  """What files hold, tokenized.
-
-  Attributes:
-    documents: in the order of the files.
-    encoder: the tokenizer.
-    folder: of the shards.
-    bad: (where, why) of the first records of the files that are no documents.
-    bad_count: how many there are.
-    empty: how many documents have no text, and are left out.
-    units: what each shard was made from; () where it was not made from files.
-    template: of conversations, their chat template; of texts, None.
-  """
-
-  documents: store.Documents
-  encoder: tokenizer.Tokenizer
-  folder: epath.Path
-  bad: tuple[tuple[str, str], ...]
-  bad_count: int
-  empty: int
-  units: tuple[documents.Unit, ...] = ()
-  template: chat_template.ChatTemplate | None = None
-
-
-def no_tick(what: str, count: int, text: str = "") -> None:
-  """Takes no note of what was done."""
-
-
-def prepare(data: Any, spec: str, key: str = "data.files", tick: Callable = no_tick) -> Prepared:
+def prepare(
+  data: Any, spec: str, key: str = "data.files", tick: Callable = store.no_tick
+) -> store.Prepared:
   """Returns the documents of files; tokenizes first what is not in the store.
 
   Args:
@@ -93,8 +60,7 @@ def prepare(data: Any, spec: str, key: str = "data.files", tick: Callable = no_t
     template = chat_template.load(chat, encoder)
   else:
     feature = documents.choose_feature(found, data.text_feature)
-  pairs = data.name == catalog.PREFERENCES
-  folder = folder_of(data, encoder, feature, template)
+  folder = store.folder_of(data, encoder, feature, template.digest if template else "")
   units = documents.units(found)
   task = worker.Task(
     folder,
@@ -103,69 +69,15 @@ def prepare(data: Any, spec: str, key: str = "data.files", tick: Callable = no_t
     feature,
     data.max_bad_records,
     chat,
-    pairs,
+    data.name == catalog.PREFERENCES,
     template.digest if template else "",
   )
-  with writing_to(folder):
+  with store.writing_to(folder):
     unchanged = functools.partial(text_files.check_same, spec, found, key)
     fill(task, units, encoder, data.prepare_processes, tick, unchanged)
-  prepared = opened(folder, [unit.id for unit in units], encoder, spec, data.max_bad_records)
+  ids = [unit.id for unit in units]
+  prepared = store.open_prepared(folder, ids, encoder, spec, data.max_bad_records)
   return dataclasses.replace(prepared, units=tuple(units), template=template)
-
-
-def folder_of(
-  data: Any,
-  encoder: tokenizer.Tokenizer,
-  feature: str,
-  template: chat_template.ChatTemplate | None = None,
-) -> epath.Path:
-  """Returns the folder of the shards of a tokenizer and a feature, or a chat template."""
-  facts = [store.FORMAT, encoder.digest, feature]
-  if template is not None:
-    facts, feature = [*facts, template.digest], data.name
-    if data.name != catalog.CONVERSATIONS:
-      facts.append(data.name)
-  digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
-  # No part of the tokenizer's path: a run's own copy of it finds the same shards.
-  name = tokenizer.BYTES if encoder.name == tokenizer.BYTES else "tokens"
-  plain = re.sub(r"[^\w.-]", "_", f"{name}-{feature[:40]}")
-  return catalog.data_folder(data) / "prepared" / "text" / f"{plain}-{digest}"
-
-
-@contextlib.contextmanager
-def writing_to(folder: epath.Path) -> Iterator[None]:
-  """Turns what the system refuses into a message with the way out."""
-  try:
-    yield
-  except OSError as error:
-    raise ValueError(
-      f"text cannot be prepared in {folder} ({error}); free some space or get the right to write "
-      f"there, or set data.data_dir to another folder. What is complete is kept"
-    ) from error
-
-
-def opened(
-  folder: epath.Path, ids: Sequence[str], encoder: tokenizer.Tokenizer, name: str, limit: int
-) -> Prepared:
-  """Opens the shards of units; raises ValueError for a damaged one, or too many bad records."""
-  shards = [store.Shard.open(folder / one) for one in ids]
-  bad = [(where, why) for shard in shards for where, why in shard.manifest["bad_records"]]
-  count = sum(shard.manifest["bad"] for shard in shards)
-  if count > limit:
-    raise ValueError(too_many_bad(name, bad, count, limit))
-  empty = sum(shard.manifest["empty"] for shard in shards)
-  return Prepared(store.Documents(shards), encoder, folder, tuple(bad), count, empty)
-
-
-def too_many_bad(name: str, bad: Sequence[Sequence[str]], count: int, limit: int) -> str:
-  """Returns the refusal of more bad records than data.max_bad_records."""
-  listed = "".join(f"\n  {where}: {why}" for where, why in bad[:_LISTED])
-  more = f"\n  and {count - _LISTED:,} more" if count > _LISTED else ""
-  return (
-    f"{name}: {count:,} bad record{'' if count == 1 else 's'}, more than "
-    f"data.max_bad_records={limit}; repair the files, or set it to {count} or more to continue "
-    f"without such records:{listed}{more}"
-  )
 
 
 # ------------------------------ filling the store ------------------------------
@@ -176,7 +88,7 @@ def fill(
   units: Sequence[documents.Unit],
   encoder: tokenizer.Tokenizer,
   processes: int,
-  tick: Callable = no_tick,
+  tick: Callable = store.no_tick,
   unchanged: Callable[[], None] = lambda: None,
 ) -> None:
   """Writes the shards that are missing.
@@ -196,9 +108,9 @@ def fill(
   """
   if all(store.is_there(task.folder / unit.id) for unit in units):
     return
-  with locked(task.folder):
+  with store.locked(task.folder):
     task.folder.mkdir(parents=True, exist_ok=True)
-    shard_writer.remove_partial(task.folder)
+    store.remove_partial(task.folder)
     if not (task.folder / ABOUT).exists():
       about = {"tokenizer": encoder.name, "digest": encoder.digest, "feature": task.feature}
       files.replace(task.folder / ABOUT, files.json_text(about, indent=2) + "\n")
@@ -217,11 +129,11 @@ def fill(
         if error.paths.intersection(file.path for file in unit.files):
           (task.folder / unit.id).rmtree(missing_ok=True)
       raise
-    except shard_writer.TooManyBadError as error:
-      text = too_many_bad("in the files so far", error.bad, error.count, task.limit)
+    except store.TooManyBadError as error:
+      text = store.too_many_bad("in the files so far", error.bad, error.count, task.limit)
       raise ValueError(text) from error
     finally:
-      shard_writer.remove_partial(task.folder)
+      store.remove_partial(task.folder)
   progress.end()
 
 
@@ -401,9 +313,7 @@ def _in_processes(task, units, count, progress) -> None:
 def _raise(answer: dict[str, Any]) -> None:
   """Raises what has ended a worker process."""
   if answer["error"] == "bad":
-    raise shard_writer.TooManyBadError(
-      [(where, why) for where, why in answer["bad"]], answer["count"]
-    )
+    raise store.TooManyBadError([(where, why) for where, why in answer["bad"]], answer["count"])
   if answer["error"] == "changed":
     raise text_files.ChangedError(answer["text"], answer["paths"])
   if answer["error"] == "system":

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from etils import epath
 
-from input_pipeline.sources import catalog
+from input_pipeline import catalog
 from input_pipeline.text import files as text_files
 from input_pipeline.text.tokenizer_files import (
   COMPANIONS,

@@ -15,10 +15,10 @@ from typing import Any
 import tokenizers
 from etils import epath
 
-from input_pipeline.sources import catalog
-from input_pipeline.text import documents, tfds_documents, tokenizer, tokenizer_files
+from input_pipeline import catalog, tfds_documents
+from input_pipeline.store import Item, content_hash, no_tick
+from input_pipeline.text import documents, tokenizer, tokenizer_files
 from input_pipeline.text import files as text_files
-from input_pipeline.text.shard_writer import content_hash
 from runtime import files
 
 END = "<|endoftext|>"
@@ -33,10 +33,6 @@ _WORDS = (
 )
 
 
-def no_tick(what: str, count: int) -> None:
-  """Takes no note of what was done."""
-
-
 def check_size(size: int) -> None:
   """Raises ValueError where no tokenizer can have that many tokens."""
   if not LEAST_SIZE <= size <= MOST_SIZE:
@@ -49,7 +45,7 @@ def check_size(size: int) -> None:
 def sample(
   units: Sequence[documents.Unit],
   feature: str,
-  bad: Callable[[documents.Item], None],
+  bad: Callable[[Item], None],
   most_bytes: int = SAMPLE_BYTES,
 ) -> Iterator[bytes]:
   """Yields documents to train on: all, or an even share of each unit.
@@ -78,7 +74,7 @@ def sample(
       return
 
 
-def train(texts: Iterable[bytes], size: int, tick: Callable[[str, int], None] = no_tick) -> bytes:
+def train(texts: Iterable[bytes], size: int, tick: Callable = no_tick) -> bytes:
   """Returns the tokenizer.json of a tokenizer trained on some texts.
 
   Args:
@@ -116,7 +112,7 @@ def train(texts: Iterable[bytes], size: int, tick: Callable[[str, int], None] = 
   return library.to_str().encode()
 
 
-def trained_once(data: Any, size: int, tick: Callable[[str, int], None] = no_tick) -> str:
+def trained_once(data: Any, size: int, tick: Callable = no_tick) -> str:
   """Returns what `train_on` does, without training again what was trained in this data_dir."""
   root, facts = tokenizer.trained_folder(data), json.dumps(_facts(data, size))
   # Others may have given the same tokenizer, whose folder then says those.
@@ -139,7 +135,7 @@ def _facts(data: Any, size: int) -> dict[str, Any]:
   return facts | ({"python": platform.python_version()} if data.name == "python_source" else {})
 
 
-def train_on(data: Any, size: int, tick: Callable[[str, int], None] = no_tick) -> str:
+def train_on(data: Any, size: int, tick: Callable = no_tick) -> str:
   """Trains a tokenizer on what a config's data section trains on; returns its folder.
 
   Documents that are held out for validation by their content are left out.
@@ -155,7 +151,7 @@ def train_on(data: Any, size: int, tick: Callable[[str, int], None] = no_tick) -
   check_size(size)
   count = 0
 
-  def bad(item: documents.Item) -> None:
+  def bad(item: Item) -> None:
     nonlocal count
     count += 1
     if count > data.max_bad_records:
@@ -188,7 +184,7 @@ def _trained_on(
   found: Sequence[text_files.InputFile],
   feature: str,
   held_out: float | str,
-  bad: Callable[[documents.Item], None],
+  bad: Callable[[Item], None],
   sources: int,
 ) -> Iterator[bytes]:
   """Yields the documents of one source that are not held out for validation."""

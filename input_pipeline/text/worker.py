@@ -14,17 +14,15 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from etils import epath
 
-from input_pipeline.text import documents, files, shard_writer, tokenizer
+from input_pipeline import store
+from input_pipeline.text import documents, files, tokenizer
 from runtime import exit_codes
 
-_BATCH_DOCUMENTS, _BATCH_BYTES = 256, 2**21  # that the tokenizer gets at once
-_LONGEST = 2**32 - 2  # bytes of a document
 _NEWS_SECONDS = 0.2
 
 
@@ -57,90 +55,24 @@ def write_unit(
   task: Task,
   unit: documents.Unit,
   encoder: tokenizer.Tokenizer,
-  tick: Callable = shard_writer.no_tick,
+  tick: Callable = store.no_tick,
 ) -> None:
-  """Writes the shard of a unit.
-
-  Args:
-    task: as of `Task`.
-    unit: of the files.
-    encoder: the tokenizer of the task.
-    tick: is called after each batch of documents, with how many documents, tokens and bytes the
-      batch had. What it raises ends the shard.
-
-  Raises:
-    shard_writer.TooManyBadError: more than `task.limit` records of the unit are bad.
-    OSError: a file cannot be read, or the shard not be written.
-  """
-  folder, keys = task.folder / unit.id, {"limit": task.limit, "tick": tick}
-  if task.chat_template is not None:
-    from input_pipeline.text import (
-      chat_documents,  # they import Jinja
-      chat_template,
-    )
-
-    template = chat_template.load(task.chat_template, encoder)
-    if task.template_digest not in ("", template.digest):
-      raise ValueError(f"{template.name} was changed while it was used; run again")
-    records = documents.read_records(unit)
-    keys |= {"facts": {"files": unit.name}, "pairs": task.pairs}
-    chat_documents.write(folder, records, encoder, template, **keys)
+  """Writes the shard of a unit; `tick` and errors are those of `store.write_documents`."""
+  folder, facts = task.folder / unit.id, {"files": unit.name}
+  if task.chat_template is None:
+    found = documents.read(unit, task.feature)
+    facts["feature"] = task.feature
+    store.write_documents(folder, found, encoder, facts, limit=task.limit, tick=tick)
     return
-  facts = {"files": unit.name, "feature": task.feature}
-  write(folder, documents.read(unit, task.feature), encoder, facts=facts, **keys)
+  from input_pipeline.text import chat_documents, chat_template  # they import Jinja
 
-
-def write(
-  folder: epath.Path,
-  read: Iterable[documents.Item],
-  encoder: tokenizer.Tokenizer,
-  *,
-  limit: int,
-  facts: dict[str, Any],
-  tick: Callable = shard_writer.no_tick,
-) -> None:
-  """Writes documents, in order, as a shard; arguments and errors as of `write_unit`."""
-
-  def fill(shard: shard_writer.ShardWriter) -> None:
-    end = np.array([encoder.end], np.uint32)
-    for texts in _batches(_good(read, shard, limit)):
-      tokens = size = 0
-      for text, ids in zip(texts, encoder.encode(texts), strict=True):
-        shard.add(np.concatenate([ids, end]), len(text) + 1, shard_writer.content_hash(text))
-        tokens, size = tokens + len(ids) + 1, size + len(text)
-      tick(len(texts), tokens, size)
-
-  shard_writer.write_shard(folder, encoder.size, {"tokenizer": encoder.digest, **facts}, fill)
-
-
-def _good(
-  read: Iterable[documents.Item], shard: shard_writer.ShardWriter, limit: int
-) -> Iterator[bytes]:
-  """Yields the texts; counts documents without text, and records that are none."""
-  for document in read:
-    why = document.why
-    if document.text is not None and len(document.text) > _LONGEST:
-      why = f"it has {len(document.text):,} bytes, and at most {_LONGEST:,} can be stored"
-    if document.text is None or why:
-      shard.add_bad(document, why)
-      if shard.bad_count > limit:
-        raise shard_writer.TooManyBadError(shard.bad, shard.bad_count)
-    elif document.text:
-      yield document.text
-    else:
-      shard.add_empty()
-
-
-def _batches(texts: Iterator[bytes]) -> Iterator[list[bytes]]:
-  batch, size = [], 0
-  for text in texts:
-    batch.append(text)
-    size += len(text)
-    if len(batch) == _BATCH_DOCUMENTS or size >= _BATCH_BYTES:
-      yield batch
-      batch, size = [], 0
-  if batch:
-    yield batch
+  template = chat_template.load(task.chat_template, encoder)
+  if task.template_digest not in ("", template.digest):
+    raise ValueError(f"{template.name} was changed while it was used; run again")
+  records = documents.read_records(unit)
+  chat_documents.write_conversations(
+    folder, records, encoder, template, facts, limit=task.limit, pairs=task.pairs, tick=tick
+  )
 
 
 # ------------------------------ the process ------------------------------
@@ -167,7 +99,7 @@ def main() -> None:
       counts = [0, 0, 0]
       write_unit(task, unit, encoder, _telling(answer, counts))
       answer(done=unit.id, so_far=counts)
-  except shard_writer.TooManyBadError as error:
+  except store.TooManyBadError as error:
     answer(error="bad", bad=error.bad, count=error.count)
   except files.ChangedError as error:
     answer(error="changed", text=str(error), paths=[*error.paths])

@@ -16,9 +16,7 @@ from runtime import devices
 
 flags.FLAGS(["test", "--rounds=12"])
 devices.start({"data": 8}, simulate=True)
-config = matrix_updates.config_of("soap", {"fsdp": 8})
-where = devices.Devices("cpu", True, dict.fromkeys(config.mesh, 1) | {"fsdp": 8}, {})
-sent, more, _ = matrix_updates.measured(config, where)
+sent, more, _ = matrix_updates.measured("soap", {"fsdp": 8})
 assert set(sent) == set(more) == {"all-to-all"}, (sent, more)
 """
 

@@ -10,10 +10,8 @@ import pytest
 
 from commands import plan_process, plan_worker, search_process
 from configs import dp4_tp2
-from planning import aot, search, short_runs
-from planning.search_choice import Estimate, Tried
-from planning.topology import parse
-from runtime.chips import overridden
+from planning import aot, search
+from planning.search_results import Estimate, Tried
 from tests.helpers.cli import QUICKLY
 from tests.helpers.jobs import SMALL
 from tests.helpers.terminals import Terminal
@@ -36,12 +34,10 @@ def answers(monkeypatch):
   requests = []
 
   def work(request, folder, **_):
-    chips, rates = overridden(request["config"].planning.constants)
-    topology = parse(request["topology"] or "cpu:8", chips)
     devices = tuple(jax.devices())
     here = aot.Here(devices if request["topology"] is None else (), devices)
-    limit = search.limit_of(request["config"], topology)
-    given = search.Formulas(request["config"], topology, here, rates, limit)
+    target = aot.target_of(request["config"], request["topology"] or "cpu:8", here=here)
+    given = search.Formulas(target, search.limit_of(target))
     with open("/dev/null", "wb") as pipe:
       request = {**request, "phases": pipe.fileno()}
       requests.append(request)
@@ -183,9 +179,9 @@ def test_on_attached_devices_the_best_are_run(answers, monkeypatch, tmp_path):
 
   def measure(jobs, limit, rounds, progress):
     taken.append((len(jobs), rounds))
-    return [short_runs.Run(9, job.mesh.shape["tensor"] / rounds) for job in jobs]
+    return [search.Run(9, job.mesh.shape["tensor"] / rounds) for job in jobs]
 
-  monkeypatch.setattr(short_runs, "measure", measure)
+  monkeypatch.setattr(search, "measure", measure)
   config = small(tmp_path, **{"compilation_cache_dir": ""})
   found = search_process.of_topology(asked(config, compilations=4, axes=AXES), None)
   assert taken == [(1, 1)] * 4 + [(3, 4)]  # the best three again
@@ -212,7 +208,7 @@ def test_the_second_half_of_the_runs_divides_the_rows_of_the_best_in_other_ways(
     for data in (1, 2, 4)
   ]
   found = dataclasses.replace(found, estimates=estimates, given=None)
-  monkeypatch.setattr(search_process.search_choice, "finalists", lambda tried: [])
+  monkeypatch.setattr(search_process.search_results, "finalists", lambda tried: [])
 
   def runs(asked, some, rounds, label):
     ran.extend((one.mesh["data"], one.rematerialization) for one in some)

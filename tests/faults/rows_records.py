@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -11,9 +12,11 @@ import sys
 from collections.abc import Iterator
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from configs import base
-from input_pipeline import batches, prepare, row_source, row_store
+from input_pipeline import batches, row_source, store, tfds_documents
+from input_pipeline.source import Source
 from tests.faults import same
 from tests.faults.harness import FLAGS, MESHES, ROOT, Run, refused, saved
 from tests.faults.plan import Trial
@@ -82,9 +85,10 @@ class Fault:
 
   def damage(self, bad: list[int], *, silently: bool = False) -> None:
     """Flips a bit of each of these rows."""
-    store = _store(self.data_dir)
-    stored = row_store.Records(store, lambda row, length: True).read(bad)
-    flip(pathlib.Path(store.rows_path), stored, silently=silently, chance=self.attempt.chance)
+    prepared = _prepared(self.data_dir)
+    rows = _source(self.data_dir).read(np.array(bad))["targets"].astype(np.uint8)
+    path = pathlib.Path(prepared.documents.shards[0].folder) / store.TOKENS
+    flip(path, [row.tobytes() for row in rows], silently=silently, chance=self.attempt.chance)
 
   def ended(self, run: Run, code: int) -> str:
     """Waits for the end of all with this code; returns what they have said, without a traceback."""
@@ -103,7 +107,7 @@ class Fault:
 def _refused_without_the_key(fault: Fault) -> None:
   with fault.run(0) as run:
     text = fault.ended(run, 1)
-  named = [int(part.split(" ")[0]) for part in text.split("train: row ")[1:]]
+  named = [int(number) for number in re.findall(r"train: row (\d+) \(document", text)]
   assert named, text
   assert set(named) <= set(fault.bad), f"{named} are named, and not all of them are bad"
   fault.attempt.seen.append(f"without the key it stopped at row {named[0]}")
@@ -127,16 +131,14 @@ def _one_goes_bad_in_the_run(fault: Fault) -> None:
     run.wait_for("step 3/")
     fault.damage([late], silently=True)
     text = fault.ended(run, 1)
-  assert f"train: row {late} of " in text, text
-  assert "could be when all rows were checked" in text, text
+  assert f"train: row {late} (document" in text, text
+  assert "could be when all were checked" in text, text
   fault.attempt.does += ", one of them in the run"
 
 
 def _of_the_last_batch(fault: Fault) -> int:
   """Puts a row of an epoch's last batch in place of one of the bad rows, if there is none."""
-  store = _store(fault.data_dir)
-  rows = row_store.Records(store, lambda row, length: True)
-  numbered = row_source.Source(store.name, "", len(rows), {}, rows.read)
+  numbered = _source(fault.data_dir)
   order = batches.TrainingBatches(numbered, global_batch_size=BATCH, seed=base.get_config().seed)
   last = order.row_ids(ROWS // BATCH - 1).tolist()
   late = next((row for row in fault.bad if row in last), None)
@@ -171,33 +173,43 @@ def _flags(data_dir: pathlib.Path) -> tuple[str, ...]:
     f"--config.data.data_dir={data_dir}",
     f"--config.data.global_batch_size={BATCH}",
     f"--config.data.sequence_length={LENGTH}",
+    "--config.data.packing=none",
     "--config.evaluation.sample_tokens=0",
     *same.KEPT,
   )
 
 
 def _data_set(folder: pathlib.Path) -> pathlib.Path:
-  """Writes a text whose training split is 10,000 rows of noise, and prepares it."""
+  """Writes a text whose training split is 10,000 documents of noise, a row each; prepares it."""
   import tensorflow_datasets as tfds
 
   noise = np.random.default_rng(0)
-  sizes = [ROWS * LENGTH // 10 - 1] * 9 + [ROWS * LENGTH // 10]  # and a byte that ends each
-  splits = {"train": sizes, "test": [400]}
+  splits = {"train": [LENGTH - 1] * ROWS, "test": [LENGTH - 1] * 25}  # and a byte that ends each
   examples = {
     split: [{"text": noise.integers(1, 256, size, np.uint8).tobytes()} for size in sizes]
     for split, sizes in splits.items()
   }
   folder.mkdir(parents=True)
   write(folder, "noise", {"text": tfds.features.Text()}, examples)
-  store = _store(folder)
-  assert store.manifest["rows"] == ROWS, store.manifest
+  assert len(_source(folder)) == ROWS
   return folder
 
 
-def _store(folder: pathlib.Path) -> prepare.Store:
+def _section(folder: pathlib.Path) -> ConfigDict:
+  """Returns the `data` section of a run, which allows for no bad records."""
   data = base.get_config().data.copy_and_resolve_references()
-  data.update(name="noise", data_dir=str(folder), sequence_length=LENGTH)
-  return prepare.prepare(data, "train")
+  with data.unlocked():
+    data.update(name="noise", data_dir=str(folder), sequence_length=LENGTH, packing="none")
+    data.update(kind="text", tokenizer="bytes", max_bad_records=0)
+  return data
+
+
+def _prepared(folder: pathlib.Path) -> store.Prepared:
+  return tfds_documents.prepare(_section(folder), "train")[0]
+
+
+def _source(folder: pathlib.Path) -> Source:
+  return row_source.open_source(_section(folder), "train", base.get_config().seed)
 
 
 def _by_construction(

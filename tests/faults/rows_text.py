@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from input_pipeline.text import store
+from input_pipeline import store
 from tests.faults.plan import Trial
 from tests.faults.trying import Attempt, tried
 

@@ -7,8 +7,8 @@ import ml_collections
 import numpy as np
 import pytest
 
-from input_pipeline import prepare, row_source
-from tests.input_pipeline.damage import IMAGES
+from input_pipeline import row_source, tfds_documents
+from tests.input_pipeline.damage import IMAGES, LENGTH, ROWS
 from tests.input_pipeline.writing import write
 
 _DATA = {
@@ -106,12 +106,12 @@ def numbered():
 
 @pytest.fixture(scope="session")
 def noise_and_snow(tmp_path_factory, write_tfds, config):
-  """A folder with two data sets of noise, prepared: text of 67 rows, and 41 images."""
+  """A folder with two data sets of noise: text of 67 documents, each a row, and 41 images."""
   import tensorflow_datasets as tfds
 
   folder = tmp_path_factory.mktemp("whole")
   noise = np.random.default_rng(0)
-  documents = [noise.integers(1, 256, size, np.uint8).tobytes() for size in (500, 200, 369)]
+  documents = [noise.integers(1, 256, LENGTH - 1, np.uint8).tobytes() for _ in range(ROWS)]
   text = {"train": [{"body": document} for document in documents]}
   text["test"] = [{"body": noise.integers(1, 256, 300, np.uint8).tobytes()}]
   write_tfds(folder, "noise", {"body": tfds.features.Text()}, text)
@@ -123,7 +123,7 @@ def noise_and_snow(tmp_path_factory, write_tfds, config):
   examples = [{"image": pixels[i], "label": i % 10} for i in range(IMAGES)]
   write_tfds(folder, "snow", features, {"train": examples})
   for name, kind in (("noise", "text"), ("snow", "image")):
-    prepare.prepare(config(name, kind, data_dir=str(folder)), "train")
+    tfds_documents.prepare(config(name, kind, data_dir=str(folder)), "train")
   return folder
 
 
@@ -136,7 +136,8 @@ def folder(noise_and_snow, tmp_path):
 @pytest.fixture
 def text(config, folder):
   """Returns a function from a limit to the config's section of the text."""
-  return lambda limit: config("noise", data_dir=str(folder), max_bad_records=limit)
+  keys = {"data_dir": str(folder), "packing": "none"}
+  return lambda limit: config("noise", max_bad_records=limit, **keys)
 
 
 @pytest.fixture

@@ -4,14 +4,15 @@ import concurrent.futures
 import itertools
 import json
 import os
-import pathlib
+import re
 import shutil
 import threading
 
 import numpy as np
 import pytest
 
-from input_pipeline import bad_records, prepare, row_store
+from input_pipeline import bad_records, store
+from input_pipeline.source import UnreadableError
 from tests.input_pipeline.damage import (
   BAD,
   BAD_IMAGES,
@@ -20,6 +21,7 @@ from tests.input_pipeline.damage import (
   damage_more,
   is_without,
   opened,
+  shard_of,
 )
 
 
@@ -27,6 +29,12 @@ def _refusal(data, sharing=None):
   with pytest.raises(ValueError) as error:  # noqa: PT011 (the caller reads the message)
     opened(data, sharing)
   return str(error.value)
+
+
+def kept_list(data):
+  """Returns the file that has the list of unreadable records."""
+  [path] = shard_of(data).parent.glob("bad_records*")
+  return path
 
 
 def _together(count, work):
@@ -70,13 +78,13 @@ def test_bad_rows_of_images_get_weight_0_and_all_others_stay(images):
 def test_every_process_knows_the_same_ones(text, monkeypatch, count):
   data = text(5)
   whole = damage(data, BAD)
-  looked_at, look = [], row_store.Records.unreadable
+  looked_at, look = [], store.Documents.unreadable
 
   def looking(self, numbers):
-    looked_at.append(list(numbers))
+    looked_at.append(numbers.tolist())
     return look(self, numbers)
 
-  monkeypatch.setattr(row_store.Records, "unreadable", looking)
+  monkeypatch.setattr(store.Documents, "unreadable", looking)
   all_opened = _together(count, lambda index, sharing: opened(data, sharing))
   for source in all_opened:
     is_without(source, BAD, whole)
@@ -87,7 +95,7 @@ def test_every_process_knows_the_same_ones(text, monkeypatch, count):
 def test_all_rows_are_read_once_and_not_again(text, monkeypatch):
   damage(text(5), BAD)
   first = opened(text(5)).bad
-  monkeypatch.setattr(row_store.Records, "unreadable", None)
+  monkeypatch.setattr(store.Documents, "unreadable", None)
   assert opened(text(6)).bad == first
   assert _together(2, lambda index, sharing: opened(text(5), sharing).bad) == [first] * 2
   assert "5 of 67 rows cannot be read, more than data.max_bad_records=4" in _refusal(text(4))
@@ -99,13 +107,13 @@ def test_all_rows_are_read_once_and_not_again(text, monkeypatch):
 def test_a_list_that_a_kill_has_torn_is_made_again(text):
   damage(text(5), BAD)
   first = opened(text(5)).bad
-  kept = pathlib.Path(prepare.prepare(text(5), "train").folder) / bad_records.FILE
+  kept = kept_list(text(5))
   content = kept.read_text()
   known = json.loads(content)
-  malformed = ({"rows": "abc"}, {"rows": [-1]}, {"rows": [67]}, {"suspects": [1.5]}, {"why": 1})
+  malformed = ({"records": "abc"}, {"records": [-1]}, {"records": [67]}, {"suspects": [1.5]})
   for torn in (
     *("", content[:30], "[]", '{"stamp": 0}', "\0" * 99, "[" * 100_000),
-    *(json.dumps({**known, **values}) for values in malformed),
+    *(json.dumps({**known, **values}) for values in (*malformed, {"why": 1})),
   ):
     kept.write_text(torn)
     assert opened(text(5)).bad == first
@@ -121,8 +129,7 @@ def test_without_the_right_to_write_every_start_reads_all_rows(text, monkeypatch
   with monkeypatch.context() as patched:
     patched.setattr(os, "replace", refuse)
     assert opened(text(5)).bad.rows == BAD
-  folder = pathlib.Path(prepare.prepare(text(5), "train").folder)
-  assert sorted(path.name for path in folder.iterdir()) == ["rows.array_record", "store.json"]
+  assert not [*shard_of(text(5)).parent.glob("bad_records*")]
 
 
 def test_a_row_that_goes_bad_after_the_check_stops_the_run_and_is_known_to_the_next(text):
@@ -130,33 +137,37 @@ def test_a_row_that_goes_bad_after_the_check_stops_the_run_and_is_known_to_the_n
   whole = damage(data, BAD)
   source = opened(data)
   damage_more(data, 40, silently=True)
-  with pytest.raises(row_store.UnreadableError) as error:
+  with pytest.raises(UnreadableError) as error:
     source.read(np.array([39, 40, 41, 7]))
-  assert "noise:1.2.0 train: row 40 of " in str(error.value)
-  assert "could be when all rows were checked; the same command checks" in str(error.value)
+  assert "noise:1.2.0 train: row 40 (document " in str(error.value)
+  assert "could be when all were checked; the same command checks" in str(error.value)
   bad = tuple(sorted((*BAD, 40)))
   # The first process has half of the rows, without 40, and its own copy of the data.
   for again in _together(2, lambda index, sharing: opened(data, sharing)):
     is_without(again, bad, whole)
-  kept = json.loads((prepare.prepare(data, "train").folder / bad_records.FILE).read_text())
-  assert (kept["suspects"], kept["rows"]) == ([], list(bad))
+  kept = json.loads(kept_list(data).read_text())
+  assert (kept["suspects"], len(kept["records"])) == ([], len(bad))
 
 
 def test_where_each_process_has_a_copy_the_bad_rows_of_both_count(text, config, tmp_path):
   shutil.copytree(text(0).data_dir, tmp_path / "copy")
-  copy = config("noise", data_dir=str(tmp_path / "copy"), max_bad_records=6)
+  copy = config("noise", data_dir=str(tmp_path / "copy"), max_bad_records=6, packing="none")
   mine, others = text(6), copy
-  whole = damage(mine, (3, 60))
-  damage(others, (5, 61))
+  source = opened(text(0))
+  documents = [int(source.origins(row)[0].split()[1]) for row in range(ROWS)]
+  rows = np.argsort(documents).tolist()  # by their documents, which the processes share
+  whole = damage(mine, (rows[3], rows[60]))
+  damage(others, (rows[5], rows[61]))
   # Each looks at its own half of its own copy, and meets the other half in a step.
+  found = tuple(sorted((rows[3], rows[61])))
   all_opened = _together(2, lambda index, sharing: opened((mine, others)[index], sharing))
-  assert [source.bad.rows for source in all_opened] == [(3, 61)] * 2
-  with pytest.raises(row_store.UnreadableError, match=r"row 60 of "):
-    all_opened[0].read(np.arange(ROWS))
-  with pytest.raises(row_store.UnreadableError, match=r"row 5 of "):
-    all_opened[1].read(np.arange(ROWS))
+  assert [source.bad.rows for source in all_opened] == [found] * 2
+  for source, row in zip(all_opened, (rows[60], rows[5]), strict=True):
+    with pytest.raises(UnreadableError, match=rf"train: row {row} \(document"):
+      source.read(np.arange(ROWS))
+  every = tuple(sorted(rows[number] for number in (3, 5, 60, 61)))
   for source in _together(2, lambda index, sharing: opened((mine, others)[index], sharing)):
-    is_without(source, (3, 5, 60, 61), whole)
+    is_without(source, every, whole)
 
 
 # ------------------------------ how many may be ------------------------------
@@ -175,34 +186,22 @@ def test_more_than_the_limit_are_refused_with_their_number(text):
 
 def test_a_split_without_a_row_that_can_be_read_is_refused(text):
   damage(text(ROWS), range(ROWS))
-  assert "none of the 67 rows of" in _refusal(text(ROWS))
+  assert "none of its 67 rows can be read" in _refusal(text(ROWS))
 
 
 def test_without_the_key_the_read_refuses_by_name(text):
   damage(text(0), BAD)
   source = opened(text(0))
   assert not source.bad
-  with pytest.raises(row_store.UnreadableError) as error:
+  with pytest.raises(UnreadableError) as error:
     source.read(np.array([3, 8, 0, 9]))
   message = str(error.value)
-  assert "noise:1.2.0 train: row 0 of " in message
-  assert "rows.array_record cannot be read (Corrupted Riegeli/records file: " in message
-  assert ", and 1 more of this batch; delete " in message
-  assert message.endswith(
-    " and run again to prepare it from scratch, or set data.max_bad_records to continue without it"
+  assert re.match(
+    r"noise:1.2.0 train: row 0 \(document \d+ of .*/noise-\w+/tokens.array_rec", message
   )
-
-
-@pytest.mark.parametrize("kind", ["text", "images"])
-def test_a_row_of_another_length_is_bad(text, images, monkeypatch, kind):
-  data = {"text": text, "images": images}[kind](1)
-  write, rows = prepare._RowWriter.write, []
-
-  def longer(self, row):
-    rows.append(row)
-    write(self, row + b"x" if len(rows) == 5 else row)
-
-  monkeypatch.setattr(prepare._RowWriter, "write", longer)
-  shutil.rmtree(pathlib.Path(data.data_dir) / "prepared")
-  assert opened(data).bad.rows == (4,)
-  assert "bytes, which no row here has" in opened(data).bad.why
+  assert ") cannot be read (Corrupted Riegeli/records file: " in message
+  assert ", and 1 more; delete " in message
+  assert message.endswith(
+    " and run again to prepare it from scratch, or set data.max_bad_records to continue without its"
+    " rows"
+  )

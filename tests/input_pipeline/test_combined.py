@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from input_pipeline.bad_records import BadRecords
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
-from input_pipeline.combined import check_epochs, combine
+from input_pipeline.mixture import combine
+from input_pipeline.order import check_epochs
 from input_pipeline.position import Position
 from input_pipeline.row_source import array_source
-from input_pipeline.row_store import UnreadableError
+from input_pipeline.source import BadRecords, UnreadableError
 
 SIZES = {"web": 21, "code": 9, "books": 5}
 STAGES = ((0, {"web": 0.5, "code": 0.25, "books": 0.25}),)

@@ -6,7 +6,7 @@ import threading
 
 from etils import epath
 
-from input_pipeline.file_lock import locked
+from input_pipeline.store import locked
 
 
 def test_a_second_one_waits_for_the_first(tmp_path):

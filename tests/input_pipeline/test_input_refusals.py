@@ -6,9 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
-from input_pipeline import batches, row_source
-from input_pipeline.sources import catalog
-from input_pipeline.sources import tfds as datasets
+from input_pipeline import batches, catalog, row_source
+from input_pipeline import tfds as datasets
 
 
 def _refusal(data, split="train"):
@@ -43,7 +42,7 @@ def test_empty_split(config, tiny_text, data_dir, write_tfds):
   import tensorflow_datasets as tfds
 
   write_tfds(data_dir, "nothing", {"body": tfds.features.Text()}, {"train": [{"body": b""}]})
-  assert "nothing:1.2.0, split train is empty: 1 documents" in _refusal(config("nothing"))
+  assert "nothing:1.2.0 train is empty: 1 documents with nothing" in _refusal(config("nothing"))
   assert "split 'train[:0]' of data set tiny_text:1.2.0 is empty" in _refusal(
     config(tiny_text), "train[:0]"
   )
@@ -158,7 +157,7 @@ def test_a_data_set_that_changed_under_its_version(config, tmp_path, write_tfds)
   row_source.open_source(data, "train", seed=0)
   shutil.rmtree(tmp_path / "moving")
   write_tfds(tmp_path, "moving", features, {"train": [{"body": b"one"}, {"body": b"two"}]})
-  assert "has 2 examples, but its rows were made from 1" in _refusal(data)
+  assert "has 2 examples, but its tokens were made from 1" in _refusal(data)
 
 
 def test_a_file_format_without_random_access(config, data_dir, tiny_text):
@@ -188,7 +187,7 @@ def test_a_damaged_record_of_the_data_set(config, tmp_path, write_tfds):
   content[content.index(order[1][100:200])] ^= 1
   path.write_bytes(bytes(content))
   message = _refusal(config("hurt", data_dir=str(tmp_path)))
-  assert "hurt:1.2.0, split train: record 1 cannot be read" in message
+  assert "\n  record 1: RuntimeError: Corrupted" in message
 
 
 class Source:

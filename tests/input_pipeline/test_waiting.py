@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from input_pipeline import prepare
+from input_pipeline import tfds_documents
 from processes import preemption
 from processes.preemption import Stopped, StopRequest
 from training.metrics import console
@@ -25,21 +25,21 @@ def test_a_stop_ends_the_preparation_and_leaves_nothing_half_made(config, tmp_pa
   data, seen = config("python_source", data_dir=str(tmp_path)), []
   with StopRequest() as stop:
 
-    def tick(what: str, count: int) -> None:
+    def tick(what: str, count: int, text: str = "") -> None:
       seen.append(what)
       if len(seen) == after:
         stop.request("SIGINT")
-      shown.tick(what, count)
+      shown.tick(what, count, text)
 
     with console.preparing("python_source") as shown:
       assert stop.polls
       with pytest.raises(Stopped):
-        prepare.prepare(data, "test", tick)
+        tfds_documents.prepare(data, "test", tick)
   assert len(seen) == after
   left = files_of(tmp_path)
   assert all(name.endswith(".lock") or name == "metadata.json" for name in left), left
   assert not any("incomplete" in path.name or path.suffix == ".tmp" for path in tmp_path.rglob("*"))
-  assert prepare.prepare(data, "test").manifest["rows"] > 0
+  assert len(tfds_documents.prepare(data, "test")[0].documents)
 
 
 def test_a_log_gets_a_line_now_and_then(monkeypatch, capsys):
@@ -52,21 +52,21 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch, capsys):
   assert last.startswith("prepared text, train: 7 documents in ")
 
 
-def test_a_stop_while_rows_are_written_keeps_what_was_built_before(config, tmp_path):
+def test_a_stop_while_a_shard_is_written_keeps_what_was_built_before(config, tmp_path):
   data = config("python_source", data_dir=str(tmp_path))
   with StopRequest() as stop, console.preparing("python_source") as shown:
 
-    def tick(what: str, count: int) -> None:
-      if what == "rows" and count == 5:
+    def tick(what: str, count: int, text: str = "") -> None:
+      if text:  # of the shard
         stop.request("SIGINT")
-      shown.tick(what, count)
+      shown.tick(what, count, text)
 
     with pytest.raises(Stopped):
-      prepare.prepare(data, "test", tick)
+      tfds_documents.prepare(data, "test", tick)
   assert not list(tmp_path.rglob("*.tmp"))
   built = list(tmp_path.rglob("*.array_record*"))
   assert built, "the data set itself is whole, and is used by the next start"
-  assert prepare.prepare(data, "test").manifest["rows"] > 5
+  assert len(tfds_documents.prepare(data, "test")[0].documents) > 5
   assert preemption.current() is None
 
 
@@ -74,6 +74,6 @@ def test_a_log_gets_one_line_and_only_where_something_was_prepared(config, tmp_p
   data = config("digits", "image", data_dir=str(tmp_path))
   for _ in range(2):
     with console.preparing("digits, test") as shown:
-      prepare.prepare(data, "test", shown.tick)
+      tfds_documents.prepare(data, "test", shown.tick)
   [line] = capsys.readouterr().out.splitlines()
-  assert line.startswith("prepared digits, test: 300 rows in ")
+  assert line.startswith("prepared digits, test: 300 images in ")

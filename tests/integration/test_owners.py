@@ -6,8 +6,7 @@ import json
 import os
 import threading
 
-from processes.claims import LocalClaims
-from processes.workdir_lease import this_process
+from processes.workdir_lease import claims_to, this_process
 from tests.helpers.cli import TINY_MLP
 from tests.training.checkpointing.states import contents
 
@@ -18,7 +17,7 @@ QUICK = ["--config.processes.lease_seconds=2", "--config.processes.owner_wait_se
 @contextlib.contextmanager
 def owned(workdir):
   """Keeps a workdir for this process, whose heart beats meanwhile."""
-  claims, over = LocalClaims(workdir), threading.Event()
+  claims, over = claims_to(workdir), threading.Event()
   number = max(claims.numbers(), default=0) + 1
   said = {**dataclasses.asdict(this_process()), "host": "host\x1b[2J", "since": "noon"}
   assert claims.create(number, json.dumps(said))

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from planning import activation_memory
+from planning import traced_step
 from runtime import rematerialization
 from runtime.rematerialization import NAMES
 from tests.helpers.jobs import first_state, host_batch, make_job, place
@@ -28,7 +28,7 @@ def named_arrays(job):
     key = jax.eval_shape(jax.random.key, 0)
     traced = jax.make_jaxpr(job.program.sums)(job.state.params, job.batch, key)
   found = {}
-  for equation in activation_memory.equations(traced.jaxpr):
+  for equation in traced_step.equations(traced.jaxpr):
     if equation.primitive.name == "name":
       found.setdefault(equation.params["name"], []).append(equation.outvars[0].aval.shape)
   return found
@@ -58,14 +58,14 @@ def saved(job):
     traced = jax.make_jaxpr(job.program.gradients)(job.state.params, job.batch, key)
   scans = [
     one
-    for one in activation_memory.equations(traced.jaxpr)
+    for one in traced_step.equations(traced.jaxpr)
     if one.primitive.name == "scan" and one.params["length"] == job.config.model.layers
   ]
   [forward], [backward] = (
     [one for one in scans if one.params["reverse"] == way and len(one.invars) > 6]
     for way in (False, True)
   )
-  _, carried = activation_memory.fixed_and_carried(forward)
+  _, carried = traced_step.fixed_and_carried(forward)
   arrays = [x.aval for x in forward.outvars[carried:]]
   found = [
     ("host" if x.memory_space == jax.memory.Space.Host else "device", x.shape[1:]) for x in arrays
@@ -102,7 +102,7 @@ def test_the_normalizer_of_the_softmax_is_saved_with_the_output(changes, normali
   """So that neither a ring nor a kernel need run again. Its shards are stacked."""
 
   def runs(backward):
-    inside = activation_memory.equations(activation_memory.body(backward))
+    inside = traced_step.equations(traced_step.body(backward))
     return sum(one.primitive.name == kernel for one in inside)
 
   again = runs(saved(make_job("single", "lm", **{KEY: "full"}, **changes))[1])

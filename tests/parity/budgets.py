@@ -23,6 +23,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from planning import terms
+from planning.step_facts import of_job
 from runtime import collectives, devices
 from tests.helpers.jobs import make_job
 from tests.parity import expert_cases, latents, pipeline_cases
@@ -122,12 +123,14 @@ def added_up(found: Iterable[terms.Term], job: Job, itemsize: int | None = None)
 
 def budget(job: Job, itemsize: int | None = None) -> Sums:
   """Returns arrays and bytes of all that one step sends; `itemsize` as of `added_up`."""
-  return added_up([*terms.step_terms(job), *terms.sent_by(terms.scalars, job)], job, itemsize)
+  return added_up(
+    [*terms.step_terms(of_job(job)), *terms.sent_by(terms.scalars, of_job(job))], job, itemsize
+  )
 
 
 def of_sources(job: Job, *sources: terms.Source) -> Sums:
   """Returns arrays and bytes of some of `terms.SOURCES`."""
-  return added_up([term for source in sources for term in terms.sent_by(source, job)], job)
+  return added_up([term for source in sources for term in terms.sent_by(source, of_job(job))], job)
 
 
 # ---- What the program does ----

@@ -3,6 +3,7 @@
 import pytest
 
 from planning import terms
+from planning.step_facts import of_job
 from runtime import collectives
 from tests.parity.budgets import (
   INVOLUNTARY,
@@ -30,7 +31,7 @@ def test_an_exchange_sends_what_its_terms_say(strategy):
     if not one.exact:  # in the loop over rounds
       arrays, size = sent.get((one.kind, one.axes), (0, 0))
       sent[one.kind, one.axes] = arrays + one.count * one.arrays, size + one.count * one.bytes
-  rounds = [one for one in terms.expert_exchange(job) if "of the exchange" in one.why]
+  rounds = [one for one in terms.expert_exchange(of_job(job)) if "of the exchange" in one.why]
   assert sent == added_up(rounds, job)
   assert INVOLUNTARY not in ours.said
   table = collectives.format_summary(collectives.summarize(found))

@@ -4,7 +4,8 @@ import pytest
 
 from models import latent_attention, transformer
 from models.spec import RESIDUAL
-from planning import traced_cost
+from planning import traced_step
+from planning.step_facts import of_job
 from tests.parity.budgets import budget, compile_step, job_of, latent_job
 from tests.parity.latents import LATENTS, STRATEGIES
 
@@ -39,6 +40,6 @@ def test_a_step_without_latent_vectors_of_queries_sends_what_its_terms_say(strat
 @pytest.mark.parametrize("strategy", ["fsdp8", LARGEST, "data=4 x context=2, ring"])
 def test_devices_share_the_flops_of_the_model(strategy):
   job = latent_job(strategy)
-  found = sum(work.flops * runs for work, runs, _ in traced_cost.operations(job))
+  found = sum(work.flops * runs for work, runs, _ in traced_step.operations(of_job(job)))
   each = transformer.train_flops_per_example(job.config)
   assert found == pytest.approx(each * job.config.data.global_batch_size / job.mesh.size, rel=0.01)

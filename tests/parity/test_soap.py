@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from planning import terms
+from planning.step_facts import of_job
 from runtime import collectives
 from tests.parity.budgets import INVOLUNTARY, SOAP, UPDATES, added_up
 from tests.parity.expert_cases import WITH_DENSE
@@ -47,7 +48,7 @@ def test_steps_and_refreshes_send_what_their_terms_say(mesh):
     arrays, size = sums[one.kind, one.axes]
     sums[one.kind, one.axes] = (arrays + one.count * one.arrays, size + one.count * one.bytes)
   sources = (terms.matrix_exchanges, terms.updated_parameters)
-  sent = [term for source in sources for term in terms.sent_by(source, job)]
+  sent = [term for source in sources for term in terms.sent_by(source, of_job(job))]
   for refresh, sums in enumerate(found):
     assert sums == added_up([x for x in sent if ("new bases" in x.why) == refresh], job), refresh
   assert INVOLUNTARY not in ours.said

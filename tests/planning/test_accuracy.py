@@ -1,11 +1,11 @@
-"""The accuracy that plans state is that of the page which measures it."""
+"""The prediction that plans state is that of the page which measures it."""
 
 import pathlib
 import re
 
 import pytest
 
-from planning import accuracy
+from planning import prediction
 from tests.docs.pages import section
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "plan.md").read_text()
@@ -25,21 +25,21 @@ def test_throughputs_are_those_of_the_page():
   cells = column(THROUGHPUT, 4)
   assert [len(found) for found in cells] == [3, 2]
   ratios = [[float(cell) for cell in found if cell] for found in cells]
-  stated = [accuracy.PUBLISHED, accuracy.PUBLISHED_BY_FORMULA]
+  stated = [prediction.PUBLISHED, prediction.PUBLISHED_BY_FORMULA]
   assert [(min(r), max(r)) for r in ratios] == stated
 
 
 def test_traffic_is_that_of_the_page():
   [flops], [cells] = column(TRAFFIC, 4), column(TRAFFIC, 7)
   ratios = [float(cell) for cell in cells]
-  assert (min(ratios), max(ratios)) == accuracy.TRAFFIC
+  assert (min(ratios), max(ratios)) == prediction.TRAFFIC
   assert {*flops} == {"1.00"}  # "the FLOPs agree"
 
 
 def test_memory_is_that_of_the_page():
   [cells] = column(MEMORY, 4)
   ratios = [float(cell) for cell in cells]
-  close, every = accuracy.MEMORY
+  close, every = prediction.MEMORY
   assert (sum(abs(ratio - 1) <= 0.1 for ratio in ratios), len(ratios)) == (close, every)
   assert f"{close} of {every} are within 10 %" in section(PAGE, MEMORY)
 
@@ -55,5 +55,5 @@ def test_memory_is_that_of_the_page():
 )
 def test_what_is_said_of_times(platform, compiled, said):
   assert re.match(
-    said, accuracy.of_times(platform, compiled=compiled).removeprefix("predictions are ")
+    said, prediction.accuracy_of_times(platform, compiled=compiled).removeprefix("predictions are ")
   )

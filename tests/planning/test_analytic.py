@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models import MODELS
-from planning import analytic, terms, traced_cost
+from models import model_spec
+from planning import analytic, terms, traced_step
 from planning.interconnect import in_order
+from planning.step_facts import of_job
 from planning.topology import parse
 from runtime.chips import CHIPS, Rates
 from tests.helpers.jobs import make_job
@@ -28,7 +29,7 @@ def test_gradients_of_bfloat16_parameters_are_sent_as_the_compiled_program_does(
 def times_of(topology, **overrides):
   job = job_of("data=4 x fsdp=2 (HSDP)", **overrides)
   where = in_order(parse(topology), 8)
-  return analytic.times(job, where, parse(topology).chip, Rates())
+  return analytic.times(of_job(job), where, parse(topology).chip, Rates())
 
 
 def test_what_fsdp_sends_is_hidden_as_far_as_other_work_lasts():
@@ -95,8 +96,8 @@ def test_rematerialization_computes_the_layers_again():
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "tp8"])
 def test_every_strategy_shares_the_same_flops_evenly(strategy):
   job = shared_job(strategy)
-  found = sum(work.flops * runs for work, runs, _ in traced_cost.operations(job))
-  each = MODELS[job.config.model.name].train_flops_per_example(job.config)
+  found = sum(work.flops * runs for work, runs, _ in traced_step.operations(of_job(job)))
+  each = model_spec(job.config).train_flops_per_example()
   wanted = each * job.config.data.global_batch_size / job.mesh.size
   assert found == pytest.approx(wanted, rel=0.01)
 
@@ -104,12 +105,12 @@ def test_every_strategy_shares_the_same_flops_evenly(strategy):
 def test_muon_s_iterations_are_counted_on_the_device_that_has_the_most():
   """Each takes 4 A^2 B + 2 A^3 FLOPs of a matrix A x B, and a matrix is on one device."""
   job = job_of("data=4 x fsdp=2 (HSDP)", **{"optimizer.name": "muon"})
-  found = traced_cost.of_matrices(job)
+  found = traced_step.of_matrices(of_job(job))
   sides = ((D, N * H), (K * H, D), (D, F))  # of four, four and six matrices, one for each device
   wanted = sum(5 * (4 * a * a * b + 2 * a**3) for a, b in sides)
   assert sum(work.flops * runs for work, runs, _ in found) == wanted
   assert all(wide for work, _, wide in found if work.flops)  # in float32, as what is computed here
-  assert traced_cost.of_matrices(shared_job("fsdp8")) == []
+  assert traced_step.of_matrices(of_job(shared_job("fsdp8"))) == []
 
 
 def test_float32_matmuls_take_twice_as_long_on_gpus():
@@ -127,7 +128,7 @@ def scores_bytes(length, **overrides):
   job = make_job(
     "single", "lm", **{"data.global_batch_size": 1, "data.sequence_length": length, **overrides}
   )
-  found = sum(work.bytes * runs for work, runs, _ in traced_cost.operations(job))
+  found = sum(work.bytes * runs for work, runs, _ in traced_step.operations(of_job(job)))
   return found / (LAYERS * N * length**2 * 4)
 
 
@@ -147,7 +148,7 @@ def test_a_kernel_that_keeps_its_scores_moves_next_to_none():
 def traffic(function, *shapes, fused=True):
   """Returns the HBM bytes of a function of float32 arrays."""
   jaxpr = jax.make_jaxpr(function)(*map(jnp.zeros, shapes)).jaxpr
-  tracer = traced_cost._Tracer(1.0, fused=fused)
+  tracer = traced_step._Tracer(1.0, fused=fused)
   tracer.close(jaxpr, tracer.walk(jaxpr, {x: tracer.fresh(x) for x in jaxpr.invars}, 1), 1)
   return sum(work.bytes * runs for work, runs, _ in tracer.found)
 
@@ -196,8 +197,8 @@ def test_without_fusion_each_elementwise_operation_reads_and_writes():
 
 def test_groups_along_axes():
   job = job_of("dp2_fsdp2_tp2")
-  assert analytic.groups(job, ("tensor",)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-  assert analytic.groups(job, ("data", "tensor")) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+  assert analytic.groups(of_job(job), ("tensor",)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+  assert analytic.groups(of_job(job), ("data", "tensor")) == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 def test_blockwise_attention_computes_the_pairs_of_blocks_that_can_see_each_other():
@@ -208,7 +209,7 @@ def test_blockwise_attention_computes_the_pairs_of_blocks_that_can_see_each_othe
 
   def flops(kernel, **overrides):
     job = make_job("single", "lm", **more, **{"training.attention_kernel": kernel}, **overrides)
-    return sum(work.flops * runs for work, runs, _ in traced_cost.operations(job))
+    return sum(work.flops * runs for work, runs, _ in traced_step.operations(of_job(job)))
 
   full, window = 8 * 9 // 2, 8 + 7
   # Two products forward; backward the scores again, and four products.
@@ -225,8 +226,8 @@ def test_splash_attention_over_gathered_keys_computes_up_to_all_blocks():
   splash, every = (
     sum(
       work.flops * runs
-      for work, runs, _ in traced_cost.operations(
-        make_job("single", "lm", **sizes, **{"training.attention_kernel": kernel})
+      for work, runs, _ in traced_step.operations(
+        of_job(make_job("single", "lm", **sizes, **{"training.attention_kernel": kernel}))
       )
     )
     for kernel in ("splash", "xla")
@@ -252,7 +253,7 @@ def test_splash_attention_computes_the_blocks_that_its_masks_leave(keys, share):
     for kernel in ("splash", "xla")
   ]
   splash, every = (
-    sum(work.flops * runs for work, runs, _ in traced_cost.operations(job)) for job in jobs
+    sum(work.flops * runs for work, runs, _ in traced_step.operations(of_job(job))) for job in jobs
   )
   each = 2 * LAYERS * N * H * length * length
   # Two products forward, seven backward, beside six of five eighths of all scores; and the product

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import cudnn_attention
-from planning import activation_memory, attention_kernels, traced_cost
+from models import blockwise_attention
+from planning import traced_step
 from tests.helpers.jobs import make_job
 
 B, T, N, K, H = 2, 2048, 4, 2, 8  # rows, tokens, heads, key/value heads, their size
@@ -33,7 +33,7 @@ def trained(window, policy=None):
 
   def loss(q, k, v):
     slots = jnp.arange(T)[None]
-    out = cudnn_attention.attention(q, k, v, slots, windows=(window,))
+    out = blockwise_attention.cudnn_attention(q, k, v, slots, windows=(window,))
     return out.astype(jnp.float32).sum()
 
   again = functools.partial(jax.checkpoint, policy=policy) if policy else lambda function: function
@@ -46,7 +46,7 @@ def trained(window, policy=None):
 
 def found_in(jaxpr):
   """Returns the work of the kernels of a program."""
-  tracer = traced_cost._Tracer(1.0)
+  tracer = traced_step._Tracer(1.0)
   tracer.close(jaxpr, tracer.walk(jaxpr, {x: tracer.fresh(x) for x in jaxpr.invars}, 1), 1)
   return [work for work, _, _ in tracer.found if work.attention]
 
@@ -78,7 +78,7 @@ def test_with_its_output_saved_it_is_not_computed_again():
 
 
 def test_its_results_are_in_memory_and_its_scores_are_not():
-  most = activation_memory._most_at_once(trained(None), 0, 0, 0)
+  most = traced_step._most_at_once(trained(None), 0, 0, 0)
   # Of both passes; the gradient of the output is made where it is read.
   assert most == pytest.approx(Q + NORMALIZER + Q + 2 * KV, abs=2 * SLOTS)
 
@@ -96,6 +96,6 @@ def test_jax_s_primitives_compute_what_the_mask_leaves_of_each_row(window):
   version = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
   with mock.patch(version, return_value=91000):
     traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*given)
-  flops = [*map(attention_kernels.flops, activation_memory.equations(traced.jaxpr.jaxpr))]
+  flops = [*map(traced_step.kernel_flops, traced_step.equations(traced.jaxpr.jaxpr))]
   each = 2 * B * N * 64 * visible(1, window)
   assert [x for x in flops if x] == [2 * each, 5 * each]

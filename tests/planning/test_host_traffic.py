@@ -2,8 +2,8 @@
 
 import functools
 
-from planning import host_traffic
-from planning.host_traffic import FROM_HOST, TO_HOST
+from planning import step_time
+from planning.step_time import FROM_HOST, TO_HOST
 from runtime import hlo
 
 # The loop of an update, shortened: a layer's moment is fetched by a slice, and written back.
@@ -63,7 +63,7 @@ ENTRY %main (h: f32[8,256,512], v: f32[4,256]) -> f32[8,256,512] {
 
 def test_copies_and_slices_count_as_often_as_their_loop_runs():
   """Not those to the fast memory on the chip, space 1."""
-  found = {one.name: one for one in host_traffic.transfers(hlo.parse(TEXT))}
+  found = {one.name: one for one in step_time.host_transfers(hlo.parse(TEXT))}
   layer = 256 * 512 * 4
   assert {
     name: (one.direction, one.bytes, one.count, one.asynchronous) for name, one in found.items()
@@ -77,4 +77,4 @@ def test_copies_and_slices_count_as_often_as_their_loop_runs():
 
 
 def test_without_host_memory_there_is_none():
-  assert host_traffic.transfers(hlo.parse(TEXT.replace("S(5)", ""))) == []
+  assert step_time.host_transfers(hlo.parse(TEXT.replace("S(5)", ""))) == []

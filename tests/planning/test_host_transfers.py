@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from planning.host_transfers import with_host_traffic
+from planning.analytic import with_host_traffic
 from planning.roofline import Work
+from planning.step_facts import of_job
 from planning.step_time import Times
 from runtime.chips import CHIPS
 from tests.helpers.jobs import make_job
@@ -17,7 +18,7 @@ CHIP = dataclasses.replace(CHIPS["h100"], host_bandwidth=100.0)
 def traffic(held, **overrides):
   """Returns what a step of 3 seconds becomes: its seconds, and (direction, bytes, exposed)."""
   job = make_job("single", "lm", **overrides)
-  found = with_host_traffic(Times(3.0, 0, 0, Work(0, 0), ()), job, held, CHIP, IDEAL)
+  found = with_host_traffic(Times(3.0, 0, 0, Work(0, 0), ()), of_job(job), held, CHIP, IDEAL)
   rows = [(one.direction, one.bytes, pytest.approx(one.exposed_seconds)) for one in found.host]
   return found.step, rows
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from planning.in_flight import Device
 from planning.interconnect import memory_bytes
+from planning.schedule import Device
 from runtime.chips import CHIPS
 
 A, B = frozenset({"a"}), frozenset({"b"})

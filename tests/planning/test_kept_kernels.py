@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 from ml_collections import ConfigDict
 
-from planning import kept_kernels, memory
+from planning import memory, suggestions
 from planning.interconnect import Wire
+from planning.step_facts import of_job
 from planning.step_time import Sent
 from tests.helpers.jobs import make_job
 from tests.parity.expert_cases import WITH_DENSE
@@ -35,7 +36,7 @@ def elements(model):
 def test_the_kernels_of_all_layers(config, overrides, itemsize, parts):
   job = make_job(config, "lm", **{**SIZES, **overrides})
   wanted = itemsize * elements(job.config.model) // parts if parts else 0
-  assert kept_kernels.of_all_layers(job) == wanted
+  assert memory.kept_kernel_bytes(of_job(job)) == wanted
 
 
 def test_a_mixtures_dense_layers_are_layers_too():
@@ -46,7 +47,7 @@ def test_a_mixtures_dense_layers_are_layers_too():
   dense = 3 * model.model_size * model.feedforward_size
   experts = 2 * 8 * 3 * model.model_size * 24
   router = 2 * model.model_size * 8
-  assert kept_kernels.of_all_layers(job) == 4 * (attention + dense + experts + router)
+  assert memory.kept_kernel_bytes(of_job(job)) == 4 * (attention + dense + experts + router)
 
 
 @pytest.mark.long
@@ -61,10 +62,10 @@ def test_a_compiled_step_that_keeps_them_needs_as_much_more():
     for again in (True, False)
   ]
   again, kept = (job.compile_train_step().function.memory_analysis() for job in jobs)
-  wanted = kept_kernels.of_all_layers(jobs[1])
+  wanted = memory.kept_kernel_bytes(of_job(jobs[1]))
   found = kept.temp_size_in_bytes - again.temp_size_in_bytes
   assert found == pytest.approx(wanted, rel=0.2)
-  formulas = [memory.by_formula(job) for job in jobs]
+  formulas = [memory.by_formula(of_job(job)) for job in jobs]
   assert memory.at_once(formulas[1]) - memory.at_once(formulas[0]) == wanted
 
 
@@ -89,16 +90,16 @@ def gather(seconds, source="transpose(jvp())/while/body/all_gather", **changes):
 )
 def test_what_is_waited_for_in_the_backward_pass_is_advised_against(sent, said):
   job = make_job("fsdp8", "lm", **SIZES)
-  needed = kept_kernels.of_all_layers(job)
-  text = kept_kernels.advice(job, sent, 1.0, 2 * needed)
+  needed = memory.kept_kernel_bytes(of_job(job))
+  text = suggestions.gather_once_advice(of_job(job), sent, 1.0, 2 * needed)
   assert bool(text) is said
   if said:
     assert text.startswith("for 30 ms of a step the backward pass waits for kernels")
     assert text.endswith("--config.partitioning.reshard_after_forward=False")
-  assert kept_kernels.advice(job, sent, 1.0, needed) == ""
+  assert suggestions.gather_once_advice(of_job(job), sent, 1.0, needed) == ""
 
 
 def test_nothing_is_advised_where_they_are_kept_or_there_are_none():
   kept = make_job("fsdp8", "lm", **{"partitioning.reshard_after_forward": False})
   for job in (kept, make_job("fsdp8", "mlp"), make_job("dp8", "lm")):
-    assert kept_kernels.advice(job, [gather(0.5)], 1.0, 1e12) == ""
+    assert suggestions.gather_once_advice(of_job(job), [gather(0.5)], 1.0, 1e12) == ""

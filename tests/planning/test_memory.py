@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from planning import activation_memory, aot, memory
+from planning import aot, memory, traced_step
+from planning.step_facts import of_job
 from tests.helpers.jobs import make_job
 from tests.parity.latents import LATENTS
 from training import named_activations
@@ -16,7 +17,7 @@ WIDE = 4  # bytes
 
 
 def kept(strategy, **overrides):
-  return activation_memory.by_the_layers(make_job(strategy, "lm", **overrides))[0]
+  return traced_step.by_the_layers(of_job(make_job(strategy, "lm", **overrides)))[0]
 
 
 def test_full_rematerialization_keeps_the_residual_of_each_layer():
@@ -41,14 +42,14 @@ def test_named_activations_are_on_the_device_or_on_the_host():
   """They are the numbers of the letters, which `layout` shows."""
   text = "query=save,gate=offload,layer_input=offload,attention_input=save"
   job = make_job("dp4_tp2", "lm", **{"training.rematerialization": text})
-  found = activation_memory.by_the_layers(job)
+  found = traced_step.by_the_layers(of_job(job))
   tokens = L * B // 4 * T * WIDE
   assert found.kept == tokens * (N * H // 2 + D)
   assert found.offloaded == tokens * (F // 2 + D)
   named = named_activations.of_job(job)
   sums = named_activations.sums(named)
   assert (sums["save"], sums["offload"]) == (found.kept, found.offloaded)
-  assert memory.of_the_host(job, found) == {"activations": found.offloaded}
+  assert memory.of_the_host(of_job(job), found) == {"activations": found.offloaded}
   [key] = [one for one in named if one.name == "key"]
   assert (key.bytes, key.choice) == (tokens * K * H // 2, "recompute")
   assert named_activations.of_job(make_job("dp8", "mlp")) == []
@@ -61,7 +62,7 @@ def test_latent_vectors_are_kept_in_place_of_keys_and_values():
   job = make_job("dp4_tp2", "lm", **LATENTS, **regions, **{"training.rematerialization": text})
   model, tokens = job.config.model, L * B // 4 * T * WIDE
   split = D + model.latent_size + model.query_latent_size + N * model.value_head_size
-  assert activation_memory.by_the_layers(job).kept == tokens * split // 2
+  assert traced_step.by_the_layers(of_job(job)).kept == tokens * split // 2
   assert named_activations.sums(named_activations.of_job(job))["save"] == tokens * split // 2
 
 
@@ -77,8 +78,10 @@ def test_the_host_has_the_optimizer_state_of_the_layers():
   [here, there] = (
     make_job("dp4_tp2", "lm", **{"optimizer.state_memory": where}) for where in ("device", "host")
   )
-  parts, moved = memory.by_formula(here), memory.by_formula(there)
-  on_host = memory.of_the_host(there, activation_memory.by_the_layers(there))["optimizer state"]
+  parts, moved = memory.by_formula(of_job(here)), memory.by_formula(of_job(there))
+  on_host = memory.of_the_host(of_job(there), traced_step.by_the_layers(of_job(there)))[
+    "optimizer state"
+  ]
   kernels = D * N * H + D * 2 * K * H + N * H * D + 3 * D * F
   assert on_host == 2 * WIDE * L * (kernels // 2 + 2 * D)
   assert parts["optimizer state"] - moved["optimizer state"] == on_host
@@ -86,8 +89,8 @@ def test_the_host_has_the_optimizer_state_of_the_layers():
 
 def test_as_many_chunks_of_the_loss_as_layers_are_no_layers():
   [two, three] = (
-    activation_memory.by_the_layers(
-      make_job("single", "lm", **FULL, **{"training.loss_chunks": chunks})
+    traced_step.by_the_layers(
+      of_job(make_job("single", "lm", **FULL, **{"training.loss_chunks": chunks}))
     )
     for chunks in (L, 3)
   )
@@ -102,7 +105,7 @@ def test_scores_are_what_one_layer_holds_of_long_rows():
   long = {**FULL, "data.sequence_length": 256, "data.global_batch_size": 1}
   long["training.attention_kernel"] = "xla"
   [one, split] = (
-    activation_memory.by_the_layers(make_job("single", "lm", **long, **more))[1]
+    traced_step.by_the_layers(of_job(make_job("single", "lm", **long, **more)))[1]
     for more in ({}, {"mesh.context": 2, "model.context_attention": "gather"})
   )
   scores = N * 256 * 256 * WIDE
@@ -112,7 +115,7 @@ def test_scores_are_what_one_layer_holds_of_long_rows():
 
 @pytest.mark.parametrize("recipe", ["mlp", "mlp_tutorial"])
 def test_without_layers_all_of_a_model_is_one(recipe):
-  found = activation_memory.by_the_layers(make_job("dp8", recipe))
+  found = traced_step.by_the_layers(of_job(make_job("dp8", recipe)))
   assert found.kept == found.offloaded == 0
   assert found.most >= 2 * (40 + 56) * WIDE
 
@@ -124,9 +127,9 @@ def test_what_is_elementwise_is_computed_where_it_is_read():
   sizes = (8, 16), (16, 32), (32, 4)
   jaxpr = jax.make_jaxpr(chain)(*map(jnp.zeros, sizes)).jaxpr
   # The first product is there, for the second one's argument, and so is the second.
-  assert activation_memory._most_at_once(jaxpr, 0, 0, 0) == (8 * 32 + 8 * 4) * WIDE
+  assert traced_step._most_at_once(jaxpr, 0, 0, 0) == (8 * 32 + 8 * 4) * WIDE
   # x counts too where it is the body's own, until it has been read.
-  assert activation_memory._most_at_once(jaxpr, 0, 1, 1) == (8 * 32 + 8 * 16) * WIDE
+  assert traced_step._most_at_once(jaxpr, 0, 1, 1) == (8 * 32 + 8 * 16) * WIDE
 
 
 def test_a_narrower_copy_replaces_what_it_is_made_of():
@@ -136,17 +139,17 @@ def test_a_narrower_copy_replaces_what_it_is_made_of():
     return jnp.dot(y, y.T) * z.astype(jnp.bfloat16)
 
   jaxpr = jax.make_jaxpr(cast)(jnp.zeros((8, 16)), jnp.zeros((16, 64))).jaxpr
-  assert activation_memory._most_at_once(jaxpr, 0, 0, 0) == 8 * 64 * (WIDE + 2)
+  assert traced_step._most_at_once(jaxpr, 0, 0, 0) == 8 * 64 * (WIDE + 2)
 
 
 def test_not_all_is_there_at_a_time():
   job = make_job("dp4_tp2", "lm")
-  parts = memory.by_formula(job)
+  parts = memory.by_formula(of_job(job))
   most = memory.at_once(parts)
   assert most < sum(parts.values())
   assert most > sum(parts[name] for name in ("parameters", "optimizer state", "saved activations"))
   accumulated = make_job("dp4_tp2", "lm", **{"training.gradient_accumulation_steps": 2})
-  assert memory.by_formula(accumulated)["accumulated gradients"] == parts["gradients"]
+  assert memory.by_formula(of_job(accumulated))["accumulated gradients"] == parts["gradients"]
 
 
 # ---- Beside the compiler ----
@@ -163,14 +166,14 @@ def test_gradients_are_as_large_as_those_of_the_compiled_program(strategy, keys)
     in_shardings=(job.state_shardings.params, job.batch_shardings),
   ).function
   size = compiled.memory_analysis().output_size_in_bytes
-  parts = memory.by_formula(job)
+  parts = memory.by_formula(of_job(job))
   assert 0 <= size - parts["gradients"] <= 8 * len(job.program.trained)  # the table of pointers
   twice = make_job(
     strategy,
     "lm",
     **{"model.layers": 1, **BFLOAT16, **keys, "training.gradient_accumulation_steps": 2},
   )
-  assert memory.by_formula(twice)["accumulated gradients"] == parts["gradients"]
+  assert memory.by_formula(of_job(twice))["accumulated gradients"] == parts["gradients"]
 
 
 STAGES = {
@@ -202,4 +205,4 @@ STAGES = {
 def test_a_pipeline_needs_what_the_compiler_for_cpus_says(keys):
   job = make_job("single", "lm", **STAGES, **keys)
   peak, _ = aot.memory_of(job.compile_train_step().function, "cpu")
-  assert memory.at_once(memory.by_formula(job)) == pytest.approx(peak, rel=0.1)
+  assert memory.at_once(memory.by_formula(of_job(job))) == pytest.approx(peak, rel=0.1)

@@ -8,7 +8,8 @@ from collections import defaultdict
 
 import pytest
 
-from planning import activation_memory, memory, passes, terms, traced_cost
+from planning import memory, step_facts, terms, traced_step
+from planning.step_facts import of_job
 from tests.helpers.jobs import make_job
 
 # Of the small decoder: rows, tokens, model, heads, key/value heads, head, feed-forward, vocabulary.
@@ -26,12 +27,12 @@ ROUNDS = M + S - 1
 @functools.cache
 def staged(**keys):
   more = {"model.layers": L, "mesh.stage": S, "training.microbatches": M, **keys}
-  return make_job("single", "lm", **more)
+  return of_job(make_job("single", "lm", **more))
 
 
-def sent(job):
+def sent(step):
   found = defaultdict(lambda: [0, 0])
-  for term in terms.step_terms(job):
+  for term in terms.step_terms(step):
     found[term.kind, term.axes][0] += term.runs
     found[term.kind, term.axes][1] += round(term.runs * term.elements * term.itemsize)
   return {key: tuple(pair) for key, pair in found.items()}
@@ -48,7 +49,7 @@ def sent(job):
 )
 def test_a_stage_computes_its_layers_four_times_and_the_losses_of_all_rows(keys, chunks, losses):
   """Forward, again, and two products for gradients; the bubble's passes are computed too."""
-  found = sum(work.flops * runs for work, runs, _ in traced_cost.operations(staged(**keys)))
+  found = sum(work.flops * runs for work, runs, _ in traced_step.operations(staged(**keys)))
   assert found == 4 * FORWARD / S * chunks + losses * LOGITS
 
 
@@ -68,13 +69,13 @@ def test_a_pass_sends_what_its_layers_do_and_a_tick_two_permutes():
 
 
 def test_gathered_once_per_step_fsdp_sends_each_parameter_once():
-  job = staged(**{"mesh.fsdp": 2, "training.pipeline_gather": "step"})
-  found = sent(job)
+  step = staged(**{"mesh.fsdp": 2, "training.pipeline_gather": "step"})
+  found = sent(step)
   every = L // S * (KERNELS + 2 * D) + 2 * V * D + D
   assert found["all-gather", ("fsdp",)] == (12, every * WIDE)
   assert found["reduce-scatter", ("fsdp",)] == (12, every * WIDE)
   assert found["all-reduce", ("stage",)] == (3, (2 * V * D + D) * WIDE)
-  parts = memory.by_formula(job)
+  parts = memory.by_formula(step)
   assert parts["parameters"] == every * WIDE / 2
   assert parts["parameters, gathered"] == parts["accumulated gradients"] == every * WIDE
 
@@ -92,8 +93,8 @@ def test_tensor_parallelism_sends_in_every_tick():
 
 
 def test_chunks_parameters_move_once_and_their_gradients_back():
-  job = staged(**INTERLEAVED, **{"mesh.data": 2})
-  found, chunks = sent(job), 2
+  step = staged(**INTERLEAVED, **{"mesh.data": 2})
+  found, chunks = sent(step), 2
   parameters = L // S * (KERNELS + 2 * D) * WIDE
   permutes = 2 * (chunks * M + S - 1)
   residual = B // M // 2 * T * D * WIDE
@@ -114,8 +115,8 @@ def test_chunks_parameters_move_once_and_their_gradients_back():
 )
 def test_memory_is_that_of_a_chunk_and_the_kept_inputs(keys, inputs, copy):
   full = {"training.rematerialization": "full"}
-  job = staged(**keys, **full)
-  parts, chunks = memory.by_formula(job), job.program.pipeline.chunks
+  step = staged(**keys, **full)
+  parts, chunks = memory.by_formula(step), step.pipeline.chunks
   row = B // M * T * D * WIDE
   layers, others = L // S * (KERNELS + 2 * D), 2 * V * D + D
   assert parts["saved inputs of chunks"] == inputs * row
@@ -148,7 +149,7 @@ def test_memory_does_not_grow_with_the_microbatches_of_1f1b():
 
 
 def test_without_stages_a_pass_is_over_all_layers():
-  job = make_job("single", "lm", **{"training.gradient_accumulation_steps": 2})
-  assert passes.of_job(job) == passes.Passes(2, 4, 4, 2, 2, 2)
-  assert passes.layers_of_a_chunk(job) == 2
-  assert activation_memory.part(job)[0].model.layers == 2
+  step = of_job(make_job("single", "lm", **{"training.gradient_accumulation_steps": 2}))
+  assert step.passes == step_facts.Passes(2, 4, 4, 2, 2, 2)
+  assert step.chunk_layers == 2
+  assert traced_step.part_of(step).keys.model.layers == 2

@@ -9,13 +9,13 @@ import pytest
 
 from configs import dp4_tp2
 from planning import aot, plan, search, search_space
-from planning.search_choice import Estimate
+from planning.search_results import Estimate
 from planning.search_space import REMATERIALIZATION
 from planning.topology import parse
 from runtime.chips import overridden
 from tests.helpers.jobs import SMALL
 
-CHIPS, RATES = overridden("")
+CHIPS, _ = overridden("")
 
 
 def small(recipe="mlp", **changes):
@@ -25,10 +25,9 @@ def small(recipe="mlp", **changes):
 
 
 def formulas(config, name="h100:8", limit=None) -> search.Formulas:
-  topology = parse(name, CHIPS)
   here = aot.Here(simulated=tuple(jax.devices()))
-  limit = search.limit_of(config, topology) if limit is None else limit
-  return search.Formulas(config, topology, here, RATES, limit)
+  target = aot.target_of(config, name, here=here)
+  return search.Formulas(target, search.limit_of(target) if limit is None else limit)
 
 
 def looked(config, names=("data", "fsdp"), most=2, **more) -> search.Search:
@@ -220,15 +219,16 @@ def test_slices_in_the_topologys_name_are_an_override_of_the_run():
 
 
 def test_the_limit():
-  topology = parse("h100:8", CHIPS)
   config = small()
-  assert search.limit_of(config, topology) == topology.chip.hbm_bytes
+  target = formulas(config, limit=1.0).target
+  assert search.limit_of(target) == target.topology.chip.hbm_bytes
   config.memory_limit_gib = 2.0
-  assert search.limit_of(config, topology) == 2 * 2**30
-  assert search.limit_of(config, parse("cpu:8", CHIPS)) == 2**30 / 4  # they share the machine's
+  assert search.limit_of(target) == 2 * 2**30
+  simulated = dataclasses.replace(target, topology=parse("cpu:8", CHIPS))
+  assert search.limit_of(simulated) == 2**30 / 4  # they share the machine's
   config.memory_limit_gib = 0.0
   with pytest.raises(ValueError, match="memory_limit_gib=0: above 0"):
-    search.limit_of(config, topology)
+    search.limit_of(target)
 
 
 def test_what_would_fit_is_named_where_nothing_does():
@@ -238,7 +238,7 @@ def test_what_would_fit_is_named_where_nothing_does():
   small_chip = dataclasses.replace(CHIPS["h100"], hbm_bytes=whole.bytes * 0.7)
   topology = dataclasses.replace(parse("h100:8", CHIPS), chip=small_chip)
   tried = formulas(copy.deepcopy(config), limit=small_chip.hbm_bytes)
-  tried.topology = topology
+  tried.target = dataclasses.replace(tried.target, topology=topology)
   ways = search.nearest(tried, {}, 1.0)
   assert ways
   more, name, size = ways[0]

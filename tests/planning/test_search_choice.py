@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from planning.search_choice import (
+from planning.search_results import (
   Estimate,
   Tried,
   best,
   divided_otherwise,
   finalists,
-  front,
+  pareto_front,
   prices,
   upcoming,
 )
@@ -127,7 +127,7 @@ def test_the_best_are_compared_per_token():
 
 def test_the_front_has_no_point_that_another_is_below_in_both():
   points = [(5.0, 1.0), (3.0, 2.0), (4.0, 2.5), (1.0, 9.0), (1.0, 8.0), (6.0, 1.0)]
-  assert [points[i] for i in front(points)] == [(1.0, 8.0), (3.0, 2.0), (5.0, 1.0)]
+  assert [points[i] for i in pareto_front(points)] == [(1.0, 8.0), (3.0, 2.0), (5.0, 1.0)]
 
 
 def test_prices():

@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from planning.search_choice import Estimate, Tried
-from planning.search_results import COMPILER, Found
+from planning.search_results import COMPILER, Estimate, Found, Tried
 
 FIVE = [
   Estimate({}, mesh={"fsdp": 8}, bytes=50, seconds=2.0, tokens=100),

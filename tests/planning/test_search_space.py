@@ -11,50 +11,50 @@ from planning import search_space
 
 def test_all_factorizations_of_the_devices_are_tried_once():
   config = dp4_tp2.get_config("lm")
-  names = search_space.axes(config)
+  names = search_space.Space(config).axes()
   assert names == ("data", "fsdp", "stage", "context", "tensor")
-  found = search_space.meshes(config, names, 8)
+  found = search_space.Space(config).meshes(names, 8)
   assert len({tuple(one.values()) for one in found}) == len(found) == math.comb(3 + 4, 4)
   assert all(math.prod(one.values()) == 8 for one in found)
 
 
 def test_other_axes_keep_the_size_of_the_config():
   config = dp4_tp2.get_config("lm")
-  names = search_space.axes(config, ("fsdp", "data"))
+  names = search_space.Space(config).axes(("fsdp", "data"))
   assert names == ("data", "fsdp")
-  assert search_space.meshes(config, names, 8) == [  # beside tensor=2
+  assert search_space.Space(config).meshes(names, 8) == [  # beside tensor=2
     {"data": 1, "fsdp": 4},
     {"data": 2, "fsdp": 2},
     {"data": 4, "fsdp": 1},
   ]
   with pytest.raises(ValueError, match=r"mesh\.tensor=2: 7 devices cannot be divided by 2"):
-    search_space.meshes(config, names, 7)
+    search_space.Space(config).meshes(names, 7)
 
 
 def test_stages_divide_the_layers():
   config = dp4_tp2.get_config("lm")
 
   def found(layers):
-    meshes = search_space.meshes(config, ("data", "stage"), 24, layers)
+    meshes = search_space.Space(config).meshes(("data", "stage"), 24, layers)
     return {one["stage"]: one["data"] for one in meshes}
 
   assert found(6) == {1: 12, 2: 6, 3: 4, 6: 2}  # beside tensor=2
   assert found(1) == {1: 12}
   config.mesh_dcn.stage = 2  # of 2 slices: with each stage of a slice another one
   assert found(6) == {1: 12, 3: 4}
-  assert search_space.stages(config, {"mesh.stage": 3}) == 6
-  assert search_space.stages(config, {}) == 2
+  assert search_space.Space(config).stages({"mesh.stage": 3}) == 6
+  assert search_space.Space(config).stages({}) == 2
 
 
 def test_axes_that_cannot_be_searched_are_refused():
   with pytest.raises(ValueError, match=r"--axes=dat: unknown axis 'dat'; .*did you mean 'data'"):
-    search_space.axes(dp4_tp2.get_config("lm"), ("dat",))
+    search_space.Space(dp4_tp2.get_config("lm")).axes(("dat",))
   with pytest.raises(ValueError, match=r"mesh\.fsdp=-1: fsdp is not searched"):
-    search_space.axes(fsdp.get_config("lm"), ("data",))
+    search_space.Space(fsdp.get_config("lm")).axes(("data",))
 
 
 def test_only_models_with_a_use_for_an_axis_get_it():
-  assert search_space.axes(dp4_tp2.get_config("mlp")) == ("data", "fsdp", "tensor")
+  assert search_space.Space(dp4_tp2.get_config("mlp")).axes() == ("data", "fsdp", "tensor")
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def test_only_models_with_a_use_for_an_axis_get_it():
 def test_tables_of_a_model_and_the_configs_own(recipe, given, expected):
   config = dp4_tp2.get_config(recipe)
   config.training.rematerialization = given
-  assert search_space.tables(finalize.finalize(config, "tpu")) == expected
+  assert search_space.Space(finalize.finalize(config, "tpu")).tables() == expected
 
 
 def test_tables_that_name_what_a_model_lacks_are_left_out():
   config = dp4_tp2.get_config("lm")
   config.model.gated = False
-  found = search_space.tables(finalize.finalize(config, "tpu"))
+  found = search_space.Space(finalize.finalize(config, "tpu")).tables()
   assert found == tuple(table for table in search_space.TABLES if "gate=" not in table)
   assert search_space.least(found) == "full,layer_input=offload"
 
@@ -86,22 +86,21 @@ def test_microbatches_divide_the_rows_of_a_device():
 def test_variants_change_one_thing_each():
   config = finalize.finalize(dp4_tp2.get_config("lm"), "tpu")
   setting = {"mesh.fsdp": 8}
-  assert list(search_space.variants(config, setting, 4)) == [
+  assert list(search_space.Space(config).variants(setting, 4)) == [
     {"mesh.fsdp": 8, "partitioning.reshard_after_forward": False},
     {"mesh.fsdp": 8, "training.loss_chunks": 2},
     {"mesh.fsdp": 8, "training.loss_chunks": 8},
   ]
-  assert {"mesh.fsdp": 8, "training.microbatches": 16} in search_space.variants(
-    config, setting, 4, 16
-  )
+  more = [*search_space.Space(config).variants(setting, 4, 16)]
+  assert {"mesh.fsdp": 8, "training.microbatches": 16} in more
   # Nothing is gathered without fsdp, and one chunk has no half.
-  assert list(search_space.variants(config, {}, 1)) == [{"training.loss_chunks": 2}]
+  assert list(search_space.Space(config).variants({}, 1)) == [{"training.loss_chunks": 2}]
 
 
 def test_overrides_are_what_differs():
   config = dp4_tp2.get_config("lm")
   setting = {"mesh.data": 4, "mesh.fsdp": 2, "training.rematerialization": "dots"}
-  changed = search_space.changed(config, setting)
+  changed = search_space.Space(config).changed(setting)
   assert search_space.text(changed) == (
     "--config.mesh.fsdp=2 --config.training.rematerialization=dots"
   )

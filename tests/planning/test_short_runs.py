@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from planning import aot, short_runs
+from planning import aot, search
 from tests.helpers.jobs import make_job
 
 
@@ -31,16 +31,16 @@ def test_a_step_takes_as_long_as_it_takes(job, monkeypatch):
 
   monkeypatch.setattr(aot, "compile_to_run", slow)
   said = []
-  [run] = short_runs.measure([job], 1e9, progress=said.append)
+  [run] = search.measure([job], 1e9, progress=said.append)
   assert 0.05 <= run.seconds < 0.2
-  assert len(taken) >= 1 + short_runs.STEPS
+  assert len(taken) >= 1 + search.STEPS
   assert run.bytes == real(job)[0].peak_bytes > 0
   assert (run.failed, said) == ("", [0])
 
 
 def test_what_needs_more_than_the_limit_is_not_run(job, monkeypatch):
-  monkeypatch.setattr(short_runs, "_timed", lambda *_: pytest.fail("run"))
-  [run] = short_runs.measure([job], 1.0, rounds=2)
+  monkeypatch.setattr(search, "_timed", lambda *_: pytest.fail("run"))
+  [run] = search.measure([job], 1.0, rounds=2)
   assert run.bytes > 1
   assert (run.seconds, run.failed) == (None, "")
 
@@ -53,8 +53,8 @@ def test_a_step_that_fails_is_reported_and_the_others_go_on(job, monkeypatch):
       raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore")
     return next(seconds)
 
-  monkeypatch.setattr(short_runs, "_timed", timed)
-  first, second = short_runs.measure(jobs, 1e9, rounds=2)
+  monkeypatch.setattr(search, "_timed", timed)
+  first, second = search.measure(jobs, 1e9, rounds=2)
   assert first.failed == "RESOURCE_EXHAUSTED: out of memory"
   assert first.seconds is None
   assert second.seconds == 2.0  # of both rounds the faster one
@@ -64,10 +64,10 @@ def test_only_what_may_be_the_fastest_is_run_again(job, monkeypatch):
   """After two rounds, and until one is left."""
   jobs = [make_job("dp8", "mlp"), make_job("fsdp8", "mlp"), make_job("dp4_tp2", "mlp")]
   times = {id(jobs[0]): [9.0, 2.0, 2.0], id(jobs[1]): [2.5, 2.05, 1.5], id(jobs[2]): [2.2, 2.2]}
-  monkeypatch.setattr(short_runs.aot, "compile_to_run", lambda _: (_Program(), lambda: None))
-  monkeypatch.setattr(short_runs, "_timed", lambda one, step: times[id(one)].pop(0))
+  monkeypatch.setattr(search.aot, "compile_to_run", lambda _: (_Program(), lambda: None))
+  monkeypatch.setattr(search, "_timed", lambda one, step: times[id(one)].pop(0))
   said = []
-  runs = short_runs.measure(jobs, 1e9, rounds=9, progress=said.append)
+  runs = search.measure(jobs, 1e9, rounds=9, progress=said.append)
   assert said == [0, 1, 2, 0, 1, 2, 0, 1]
   assert [run.seconds for run in runs] == [2.0, 1.5, 2.2]
 
@@ -77,10 +77,10 @@ class _Program:
 
 
 def test_batches_are_valid():
-  tokens = short_runs.example(make_job("dp8", "lm"))
+  tokens = search.example(make_job("dp8", "lm"))
   assert tokens["tokens"].max() < 61  # the vocabulary
   assert (tokens["weights"] == 1).all()
   assert (tokens["segments"] == 0).all()
-  classes = short_runs.example(make_job("dp8", "mlp"))
+  classes = search.example(make_job("dp8", "mlp"))
   assert classes["targets"].max() < 10
   assert np.abs(classes["inputs"]).max() > 0.1

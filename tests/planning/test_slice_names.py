@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from planning.slice_names import most_chips
-from planning.topology import of_devices, parse
+from planning.topology import most_chips, of_devices, parse
 from runtime.chips import (
   CHIPS,
   REASONS,

@@ -7,10 +7,8 @@ import jax
 import pytest
 
 from configs import single
-from planning import aot, stage_advice
-from planning.topology import parse
+from planning import aot, suggestions
 from reports import plan_text
-from runtime.chips import Rates
 from tests.helpers.jobs import SMALL
 from tests.planning import test_suggestions
 from tests.planning.test_passes import KERNELS, ROUNDS, D, L, M, S, V
@@ -19,15 +17,16 @@ OURS = {**SMALL["lm"], "model.layers": L, "mesh.stage": S, "mesh.fsdp": 4}
 KIB, WIDE = 1024, 2  # a GPU computes in bfloat16
 
 
-def advice(**keys):
+def stage_gathers(**keys):
   config = single.get_config("lm")
   config.update_from_flattened_dict({**OURS, "training.microbatches": M, **keys})
-  here, topology = aot.Here(simulated=tuple(jax.devices())), parse("h100:8")
-  return stage_advice.advice(config, aot.prepare(config, topology, here), topology, Rates(), here)
+  here = aot.Here(simulated=tuple(jax.devices()))
+  target = aot.target_of(config, "h100:8", here=here)
+  return suggestions.stage_gathers_advice(target, target.job())
 
 
 def test_a_plan_compares_gathers_of_each_tick_with_one_per_step():
-  said = advice(**{"training.pipeline_gather": "tick"})
+  said = stage_gathers(**{"training.pipeline_gather": "tick"})
   assert "--config.training.pipeline_gather=tick (as here): " in said
   assert "--config.training.pipeline_gather=step: " in said
   assert "--config.mesh.data=4 --config.mesh.fsdp=1" in said
@@ -43,9 +42,9 @@ def test_a_plan_compares_gathers_of_each_tick_with_one_per_step():
 
 
 def test_without_kernels_to_gather_it_says_nothing():
-  assert advice(**{"mesh.fsdp": 1, "mesh.data": 4}) == ""
+  assert stage_gathers(**{"mesh.fsdp": 1, "mesh.data": 4}) == ""
   no_stages = {"mesh.stage": 1, "training.microbatches": 1, "mesh.fsdp": 8}
-  assert advice(**no_stages) == ""
+  assert stage_gathers(**no_stages) == ""
 
 
 def test_it_is_printed_after_the_verdict():

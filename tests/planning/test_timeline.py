@@ -2,7 +2,7 @@
 
 import pytest
 
-from planning import host_traffic, timeline
+from planning import step_time, timeline
 from planning.timeline import ROOT
 from runtime import hlo
 from runtime.collectives import collectives
@@ -118,7 +118,7 @@ def made(*names, layers=3, after="", loops=LOOPS, tables=TABLES):
   text = f"{HEAD}{computations}\nENTRY %main () -> f32[] {{\n{entry}\n}}\n"
   found, program = times(entry, computations), hlo.parse(text)
   sent = collectives(text, make_mesh(data=8))
-  return timeline.of(program, found, sent, host_traffic.transfers(program), layers)
+  return timeline.of(program, found, sent, step_time.host_transfers(program), layers)
 
 
 def test_the_loops_over_layers_and_what_is_in_an_iteration():

@@ -63,15 +63,14 @@ def _other_rows(folder: pathlib.Path) -> dict[str, Any]:
   data, default = folder / "data", "~/tensorflow_datasets"
   real = pathlib.Path(os.environ.get("TFDS_DATA_DIR", default)).expanduser()
   shutil.copytree(real / "digits", data / "digits")
+  [kind] = (real / "prepared" / "text").glob("bytes-image-label-*")
   shutil.copytree(
-    real / "prepared" / "digits",
-    data / "prepared" / "digits",
-    ignore=shutil.ignore_patterns("*.lock"),
+    kind, data / "prepared" / "text" / kind.name, ignore=shutil.ignore_patterns("*.lock")
   )
-  [manifest] = data.glob("prepared/digits/*/train-image-*/store.json")
-  text = manifest.read_text()
-  digest = text.split('"digest": "')[1][:64]
-  manifest.write_text(text.replace(digest, digest[::-1]))
+  for manifest in data.glob("prepared/text/*/digits-*/shard.json"):
+    text = manifest.read_text()
+    digest = text.split('"digest": "')[1][:64]
+    manifest.write_text(text.replace(digest, digest[::-1]))
   return {"variables": {"TFDS_DATA_DIR": str(data)}}
 
 

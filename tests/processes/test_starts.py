@@ -77,7 +77,7 @@ def test_one_builds_a_data_set_and_the_other_waits(well, tmp_path):
   data = tmp_path / "data"
   well(2, *MLP, f"--workdir={tmp_path / 'run'}", f"--config.data.data_dir={data}")
   assert list(losses(tmp_path / "run")) == [1, 2, 3]
-  assert len(list(data.glob("prepared/digits/*/*/store.json"))) == 2
+  assert len(list(data.glob("prepared/text/*/digits-*/shard.json"))) == 2
   assert not list(data.rglob("*incomplete*"))
 
 

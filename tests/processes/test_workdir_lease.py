@@ -11,8 +11,17 @@ import time
 import pytest
 
 from processes import workdir_lease
-from processes.claims import LAST, BucketClaims, LocalClaims, claims_to
-from processes.workdir_lease import LostError, OwnedError, Ownership, acquire, this_process
+from processes.workdir_lease import (
+  LAST,
+  BucketStorage,
+  Claims,
+  LostError,
+  OwnedError,
+  Ownership,
+  acquire,
+  claims_to,
+  this_process,
+)
 from tests.processes.buckets import Bucket
 
 LEASE, WAIT, ENDING = 30.0, 40.0, 300.0
@@ -45,9 +54,9 @@ def bucket():
 def claims(request, tmp_path, bucket, monkeypatch):
   """Claims in each kind of storage."""
   if request.param == "disk":
-    return LocalClaims(tmp_path / "run")
+    return claims_to(tmp_path / "run")
   if request.param == "memory":
-    return BucketClaims("memory://")
+    return Claims(BucketStorage("memory://"))
   monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", bucket.url)
   return claims_to(f"gs://bucket/{tmp_path.name}")
 
@@ -289,7 +298,7 @@ def test_a_refused_run_leaves_a_workdir_as_it_was(claims):
 
 def test_a_refused_run_removes_the_folders_that_it_has_made(tmp_path):
   (tmp_path / "there").mkdir()
-  start(LocalClaims(tmp_path / "there" / "new" / "run")).end()
+  start(claims_to(tmp_path / "there" / "new" / "run")).end()
   assert [path.name for path in tmp_path.rglob("*")] == ["there"]
 
 
@@ -332,15 +341,15 @@ def test_a_fifo_or_a_link_in_place_of_a_file_blocks_no_process(tmp_path, place):
     (tmp_path / "other").mkdir()
     (workdir / "owner").symlink_to(tmp_path / "other")
     with pytest.raises(NotADirectoryError, match="is a symbolic link"):
-      start(LocalClaims(workdir))
+      start(claims_to(workdir))
     return
   (workdir / "owner").mkdir()
   os.mkfifo(workdir / "owner" / place)
   if place == "000001.json":  # an owner of which nothing is known
-    assert start(LocalClaims(workdir)).number == 2
+    assert start(claims_to(workdir)).number == 2
   else:
     with pytest.raises(OSError, match=r"000001\.beat"):
-      start(LocalClaims(workdir))
+      start(claims_to(workdir))
 
 
 def test_without_hard_links_a_claim_is_exclusive_too(tmp_path, monkeypatch):
@@ -348,7 +357,7 @@ def test_without_hard_links_a_claim_is_exclusive_too(tmp_path, monkeypatch):
     raise OSError(1, "no hard links here")
 
   monkeypatch.setattr(os, "link", link)
-  claims = LocalClaims(tmp_path)
+  claims = claims_to(tmp_path)
   assert claims.create(1, "a")
   assert not claims.create(1, "b")
   assert claims.read(1) == "a"
@@ -363,7 +372,7 @@ def test_an_answer_that_a_network_file_system_has_lost_counts(tmp_path, monkeypa
     raise OSError(5, "no answer")
 
   monkeypatch.setattr(os, "link", link)
-  assert LocalClaims(tmp_path).create(1, "a")
+  assert claims_to(tmp_path).create(1, "a")
 
 
 def test_a_disk_that_fails_is_an_error(tmp_path, monkeypatch):
@@ -372,7 +381,7 @@ def test_a_disk_that_fails_is_an_error(tmp_path, monkeypatch):
 
   monkeypatch.setattr(os, "link", link)
   with pytest.raises(OSError, match="broken"):
-    start(LocalClaims(tmp_path))
+    start(claims_to(tmp_path))
 
 
 def until(condition):

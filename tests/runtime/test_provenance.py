@@ -17,14 +17,15 @@ ROOT = provenance.ROOT
 # Files beside those of NUMERICS in the same folders, which do not determine what a run computes.
 OTHERS = {
   "partitioning": "__init__ mesh_sizes shardings",
-  "training": "__init__ base_parameters callbacks compiler_options coordinate_check due "
+  "training": "__init__ base_parameters callbacks compiler_options coordinate_check "
   "evaluation history loop metrics/__init__ metrics/built_in_sinks metrics/console "
   "metrics/goodput metrics/log_lines metrics/profiler metrics/reader metrics/sinks "
   "metrics/throughput metrics/tracker metrics/writer named_activations "
-  "observer parity record_schema replay replica_check replica_digests restore run_tokenizer saving "
-  "trained_tokenizer train_steps workdir_files workdir_owner checkpointing/__init__ "
+  "parity replay replica_check restore run_tokenizer "
+  "workdir_files checkpointing/__init__ "
   "checkpointing/async_writer checkpointing/checkpointer checkpointing/consensus "
-  "checkpointing/integrity checkpointing/naming checkpointing/restore checkpointing/resume_policy",
+  "checkpointing/integrity checkpointing/restore "
+  "checkpointing/resume_policy",
 }
 
 
@@ -190,7 +191,7 @@ def test_everything_that_runs_to_make_a_batch_is_listed(recipe):
     data.train.batch(0, job.batch_shardings)
   finally:
     sys.setprofile(None)
-  assert {"input_pipeline/batches.py", "input_pipeline/row_source.py"} < seen
+  assert {"input_pipeline/batches.py", "input_pipeline/rows.py"} < seen
   assert seen - numerics() == set()
 
 

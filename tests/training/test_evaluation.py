@@ -11,7 +11,7 @@ from etils import epath
 from jax.sharding import SingleDeviceSharding
 
 from input_pipeline.batches import EvaluationBatches
-from input_pipeline.combined import combine
+from input_pipeline.mixture import combine
 from input_pipeline.order import Part
 from input_pipeline.row_source import array_source
 from processes.preemption import StopRequest

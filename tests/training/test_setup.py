@@ -14,7 +14,7 @@ from configs.schema import finalize
 from models import mlp
 from partitioning.constraints import activation_layout, constrain
 from partitioning.rules import LayoutError, named_leaves
-from planning import activation_memory
+from planning import traced_step
 from reports import layout_text
 from runtime.devices import Devices
 from tests.helpers.jobs import first_state, make_job
@@ -216,7 +216,7 @@ def test_the_verdict_lists_what_the_train_step_is_compiled_with(name, monkeypatc
 
 def constraints(jaxpr):
   """Yields (shape, spec) of each sharding constraint in a jaxpr, as JAX has written it down."""
-  for equation in activation_memory.equations(jaxpr):
+  for equation in traced_step.equations(jaxpr):
     if equation.primitive.name == "sharding_constraint":
       yield equation.outvars[0].aval.shape, tuple(equation.params["sharding"].spec)
 

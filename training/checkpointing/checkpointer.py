@@ -16,7 +16,7 @@ from etils import epath
 
 from processes.workdir_lease import Ownership
 from runtime import files
-from training.checkpointing import async_writer, integrity, naming
+from training.checkpointing import async_writer, integrity
 from training.checkpointing import restore as reading
 from training.checkpointing.async_writer import SaveError, Writer
 from training.checkpointing.consensus import Together, join_reports
@@ -28,8 +28,8 @@ from training.checkpointing.integrity import CONFIG, RECORD, STATE, UnreadableEr
 class Retention:
   """The retention rules of a run, and the metrics of steps that are ranked by one."""
 
-  def __init__(self, keep: int, every_steps: int, best: str, lower_is_better: bool | None):
-    """Sets the rules; see Checkpointer.
+  def __init__(self, keep: int, every_steps: int, best: str):
+    """Sets the rules; see Checkpointer. A smaller metric is better, unless it is an accuracy.
 
     Raises:
       ValueError: a number below its least.
@@ -39,8 +39,7 @@ class Retention:
         f"checkpoint.keep={keep}: at least 1; checkpoint.keep_every_steps={every_steps}: at least 0"
       )
     self._keep, self._every, self._best = keep, every_steps, best
-    lower = not best.endswith("accuracy") if lower_is_better is None else lower_is_better
-    self._sign = -1.0 if lower else 1.0
+    self._sign = 1.0 if best.endswith("accuracy") else -1.0
     # step -> the examples that its metric is over, and the metric, with larger being better.
     self._values: dict[int, tuple[str, float]] = {}
 
@@ -106,7 +105,6 @@ class Checkpointer:
     keep: int = 1,
     keep_every_steps: int = 0,
     keep_best: str = "",
-    lower_is_better: bool | None = None,
     verify: str = integrity.FULL,
     read_only: bool = False,
     warn: Callable[[str], None] = reading.warn,
@@ -122,7 +120,6 @@ class Checkpointer:
       keep: number of newest steps to keep, at least 1.
       keep_every_steps: multiples of it are kept as well; 0 is off.
       keep_best: the metric whose best step is kept as well; "" is off.
-      lower_is_better: for that metric; by default true, unless its name ends with `accuracy`.
       verify: how a step is checked before it is read: `full`, `size` or `off`.
       read_only: nothing in the folder is ever changed.
       warn: called with every warning; standard error by default.
@@ -138,7 +135,7 @@ class Checkpointer:
     self.folder = epath.Path(folder).expanduser().resolve()
     self._warn, self._verify, self._read_only = warn, verify, read_only
     self._together, self._owner = together or Together(), owner or Ownership()
-    self._retention = Retention(keep, keep_every_steps, keep_best, lower_is_better)
+    self._retention = Retention(keep, keep_every_steps, keep_best)
     self._writer: Writer | None = None
     self._writing = False
     self._broken: Collection[int] = ()  # to be renamed once writing starts
@@ -226,7 +223,6 @@ class Checkpointer:
     record: Mapping[str, Any],
     metrics: Mapping[str, float] | None = None,
     metrics_over: Mapping[str, Any] | None = None,
-    hindrance: str = "",
   ) -> float:
     """Starts to save a step in the background, once the save before it is done.
 
@@ -237,13 +233,12 @@ class Checkpointer:
       record: further JSON: versions, accepted changes.
       metrics: of an evaluation at this step, for `keep_best`.
       metrics_over: the examples that they are over; only steps with the same ones are compared.
-      hindrance: why this process cannot save the step now; "" if it can.
 
     Returns:
       The seconds that the caller waited.
 
     Raises:
-      SaveError: this save could not start, a process was hindered, or the save before it failed.
+      SaveError: this save could not start, or the save before it failed.
       ValueError: the step is not newer than those that are there; or the metrics lack the one to
         keep the best by.
     """
@@ -256,10 +251,11 @@ class Checkpointer:
         f"step {step} is not saved: {self.folder} has the steps {reading.listed(there)}, and "
         f"only newer ones can be added"
       )
-    arrays = naming.nested(naming.named_leaves(tree))
+    arrays = reading.nested(reading.named_leaves(tree))
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
     self._owner.require()
-    if not hindrance and self._together.first:
+    hindrance = ""
+    if self._together.first:
       hindrance = async_writer.room(self.folder, needed) or self._writer.in_the_way(step)
     # The thread that removes older steps may still be doing so, on a slow disk.
     if why := join_reports(

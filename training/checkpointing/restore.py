@@ -1,6 +1,6 @@
 """Reads checkpoints: finds a step, compares its arrays with the model, restores them sharded.
 
-Nothing here writes.
+Trees are stored as nested dicts by name. Nothing here writes.
 """
 
 import dataclasses
@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
 from runtime import files
-from training.checkpointing import async_writer, integrity, naming
+from training.checkpointing import async_writer, integrity
 from training.checkpointing.consensus import Together, join_reports
 from training.checkpointing.integrity import FULL, STATE, UnreadableError, Verified, one_line
 
@@ -56,23 +57,6 @@ def parse_location(text: str) -> tuple[epath.Path, int | None]:
 def _is_store(folder: epath.Path) -> bool:
   """Returns whether a folder holds checkpoints, and not other folders named by numbers."""
   return any((folder / str(step) / STATE).is_dir() for step in steps(folder))
-
-
-def restore_parameters(
-  folder: epath.PathLike,
-  abstract: Any,
-  step: int | None = None,
-  *,
-  verify: str = FULL,
-  warn: Callable[[str], None] = warn,
-  together: Together | None = None,
-) -> tuple[int, Any]:
-  """Restores the parameters alone; `restore_branches` with a tree of one branch."""
-  abstract = {PARAMETERS: abstract}
-  found, tree = restore_branches(
-    folder, abstract, step, verify=verify, warn=warn, together=together
-  )
-  return found, tree[PARAMETERS]
 
 
 def restore_branches(
@@ -227,25 +211,70 @@ def read_arrays(
     ValueError: its arrays are not the requested ones; every difference in one message.
   """
   verified = verified or integrity.check(path, verify)
-  wanted = naming.named_leaves(abstract)
+  wanted = named_leaves(abstract)
   if not compared:  # Orbax reports only one of several differences, and casts dtypes silently
     stored = stored_arrays(path)
     if branches:
       stored = {name: x for name, x in stored.items() if name.partition("/")[0] in branches}
-    require_same(path, naming.differences(stored, wanted))
+    require_same(path, differences(stored, wanted))
   integrity.check_share(path, verified.large, together or Together())
   restore_args = {
     name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
     for name, leaf in wanted.items()
   }
   arguments = ocp.args.PyTreeRestore(
-    naming.nested(wanted), restore_args=naming.nested(restore_args), partial_restore=bool(branches)
+    nested(wanted), restore_args=nested(restore_args), partial_restore=bool(branches)
   )
   # Not with an Orbax Checkpointer, which has barriers: a process may fail to read.
   handler = ocp.PyTreeCheckpointHandler()
   restored = _from_orbax(path, lambda path: handler.restore(path, args=arguments))
-  arrays = naming.named_leaves(restored)
+  arrays = named_leaves(restored)
   return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+  """Returns name -> leaf, a name being the path with `/` between its keys."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns nested dicts of the leaves, a level for each part of their names.
+
+  Containers of other kinds (the optimizer's named tuples) are written as dicts, so that a
+  checkpoint is read without the library that made them: `optimizer/0/mu` is `["0"]["mu"]`.
+  """
+  tree: dict[str, Any] = {}
+  for name, leaf in leaves.items():
+    *parents, last = name.split("/")
+    inner = tree
+    for key in parents:
+      inner = inner.setdefault(key, {})
+    assert last not in inner, name  # two leaves of one name: a key holds a "/"
+    inner[last] = leaf
+  return tree
+
+
+def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+  """Compares names, shapes and dtypes, strictly both ways.
+
+  Args:
+    stored: name -> array of the checkpoint: anything with a shape and a dtype.
+    wanted: name -> array to be restored.
+
+  Returns:
+    A line per array that differs.
+  """
+  lines = []
+  for name in sorted({*stored, *wanted}):
+    sides = [f"{_text(side[name])}" if name in side else "absent" for side in (stored, wanted)]
+    if sides[0] != sides[1]:
+      lines.append(f"{name}: {sides[0]} in the checkpoint, {sides[1]} here")
+  return lines
+
+
+def _text(array: Any) -> str:
+  return f"{np.dtype(array.dtype)}[{', '.join(map(str, array.shape))}]"
 
 
 def require_same(path: epath.Path, lines: Sequence[str]) -> None:
@@ -271,7 +300,7 @@ def stored_arrays(path: epath.Path) -> Mapping[str, Any]:
   """
   # A Checkpointer would log the error and return None.
   metadata = _from_orbax(path, lambda path: ocp.PyTreeCheckpointHandler().metadata(path))
-  return naming.named_leaves(metadata.tree)
+  return named_leaves(metadata.tree)
 
 
 def _check_names(path: epath.Path) -> None:

@@ -12,7 +12,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from input_pipeline.text import documents, files, preparation, rows
+from input_pipeline import rows
+from input_pipeline.text import documents, files, preparation
 from tests.input_pipeline.text.corpora import section
 from tests.input_pipeline.text.test_preparation import ROOT
 from tests.input_pipeline.text.writing import PACKED, write

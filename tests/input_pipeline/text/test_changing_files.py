@@ -15,16 +15,8 @@ from etils import epath
 from pyarrow import fs, parquet
 
 from commands import prepare as verb
-from input_pipeline.text import (
-  documents,
-  files,
-  mixed_files,
-  preparation,
-  rows,
-  store,
-  tokenizer,
-  train_tokenizer,
-)
+from input_pipeline import mixture, rows, store
+from input_pipeline.text import documents, files, preparation, tokenizer, train_tokenizer
 from tests.input_pipeline.text.corpora import section, texts, write_lines
 from tests.input_pipeline.text.writing import PACKED, lines, write
 from training import splits
@@ -248,7 +240,7 @@ def test_a_change_in_a_source_of_a_mixture_is_refused(tmp_path):
       done.append(append(path))
 
   with pytest.raises(ValueError, match=r"^source 'web' of data.sources: the files were changed"):
-    mixed_files.open_source(data, "train", 0, tick=tick)
+    mixture.open_mixture(data, "train", 0, tick=tick)
   assert stored(data) == 0
 
 
@@ -283,7 +275,7 @@ def test_the_splits_that_prepare_writes_are_of_the_same_files(changing, monkeypa
   for name in ("TRAIN_TOKENIZER", "CONFIG"):
     monkeypatch.setattr(verb.flags, name, types.SimpleNamespace(value=None))
   for owner, name in (
-    (verb.trained_tokenizer, "train_missing"),
+    (splits, "train_missing_tokenizer"),
     (verb.finalize, "finalize"),
     (verb, "_check"),
   ):

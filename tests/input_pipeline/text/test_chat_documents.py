@@ -4,17 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from etils import epath
 
-from input_pipeline import row_source
-from input_pipeline.text import (
-  chat_documents,
-  chat_template,
-  mixed_files,
-  preparation,
-  shard_writer,
-  store,
-  tokenizer,
-)
+from input_pipeline import mixture, row_source, store
+from input_pipeline.text import chat_documents, chat_template, preparation, tokenizer
 from input_pipeline.text.conversations import parse
 from tests.input_pipeline.text import chats
 from tests.input_pipeline.text.corpora import section
@@ -272,7 +265,7 @@ def test_a_conversation_as_it_is_shown(data, chat):
     len(tokens),
     sum(trained),
   )
-  assert mixed_files.conversations(keys, 2)[-1] in [
+  assert mixture.example_conversations(keys, 2)[-1] in [
     chat_documents.example(prepared, n) for n in (1, 2)
   ]
   assert shown.segments == [
@@ -300,31 +293,18 @@ def test_ticks(chat, tmp_path):
   encoder = tokenizer.load(chat)
   template = chat_template.load("", encoder)
 
-  class Item:
-    why, where = "", "here"
-
-    def __init__(self, value):
-      self.value = value
-
   ticks = []
-  chat_documents.write(
-    epath(tmp_path) / "shard",
-    [Item(record(n)) for n in range(70)],
-    encoder,
-    template,
-    limit=0,
-    facts={},
-    tick=lambda *news: ticks.append(news),
-  )
+
+  def write(name, values):
+    read = (store.Item("{}".format, number, value) for number, value in enumerate(values))
+    options = {"limit": 0, "pairs": False, "tick": lambda *news: ticks.append(news)}
+    folder = epath.Path(tmp_path) / name
+    chat_documents.write_conversations(folder, read, encoder, template, {}, **options)
+
+  write("shard", map(record, range(70)))
   assert [news[0] for news in ticks] == [64, 6]
-  with pytest.raises(shard_writer.TooManyBadError):
-    chat_documents.write(epath(tmp_path) / "bad", [Item({})], encoder, template, limit=0, facts={})
-
-
-def epath(path):
-  from etils import epath
-
-  return epath.Path(path)
+  with pytest.raises(store.TooManyBadError):
+    write("bad", [{}])
 
 
 def test_a_mixture_of_conversations(data, tmp_path, chat):
@@ -344,13 +324,13 @@ def test_a_mixture_of_conversations(data, tmp_path, chat):
   trained = [source.report[f"trained/{part.name}"] for part in source.parts]
   rates = [part.bytes_per_token for part in source.parts]
   assert source.bytes_per_token == pytest.approx(np.average(rates, weights=trained))
-  [example] = mixed_files.conversations(keys, 1)
+  [example] = mixture.example_conversations(keys, 1)
   assert example.place.startswith(f"{keys.sources[0]['files']}:")
 
 
 def test_a_conversation_that_cannot_be_read_is_not_shown(data, monkeypatch):
   keys, read, asked = data(max_bad_records=1), store.Documents.read, []
-  assert len(mixed_files.conversations(keys, 2)) == 2
+  assert len(mixture.example_conversations(keys, 2)) == 2
 
   def first_is_damaged(documents, records):
     asked.append(records)
@@ -359,7 +339,7 @@ def test_a_conversation_that_cannot_be_read_is_not_shown(data, monkeypatch):
     return read(documents, records)
 
   monkeypatch.setattr(store.Documents, "read", first_is_damaged)
-  assert len(mixed_files.conversations(keys, 2)) == 1
+  assert len(mixture.example_conversations(keys, 2)) == 1
 
 
 def test_a_conversation_of_several_records_has_its_mask(data, tmp_path):

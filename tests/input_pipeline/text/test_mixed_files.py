@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from input_pipeline import row_source
+from input_pipeline import mixture, row_source, rows
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
-from input_pipeline.text import mixed_files, rows
 from tests.input_pipeline.text.corpora import section, texts, write_lines
 
 
@@ -28,7 +27,7 @@ def test_the_rows_of_each_source_are_those_of_it_alone(data):
   assert [part.name for part in source.parts] == ["web", "code"]
   first = 0
   for part, entry in zip(source.parts, data.sources, strict=True):
-    alone = rows.open_source(mixed_files.of(data, entry), "train", 3)
+    alone = rows.open_source(mixture.data_of(data, entry), "train", 3)
     numbers = np.arange(part.rows)
     found, expected = source.read(first + numbers), alone.read(numbers)
     for field, values in expected.items():

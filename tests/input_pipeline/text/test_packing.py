@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from input_pipeline.text import packing
+from input_pipeline import packing
 
 T = 37
 # Lengths of documents: many of a kind, all different, longer than rows, none, exact fits.

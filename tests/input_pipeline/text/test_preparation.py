@@ -13,7 +13,8 @@ import psutil
 import pytest
 from etils import epath
 
-from input_pipeline.text import preparation, shard_writer, store, tokenizer
+from input_pipeline import store
+from input_pipeline.text import preparation, tokenizer
 from runtime import exit_codes
 from tests.input_pipeline.text.corpora import section, texts, write_lines
 from tests.training.checkpointing.test_full_disk import full_disk
@@ -67,7 +68,7 @@ def test_documents_are_those_of_the_files_in_their_order(corpus, tmp_path):
   wanted = [t for i in range(UNITS) for t in texts(1500 + 100 * i, seed=i, longest=20)]
   assert bytes(found.read(range_of(found))[0]) == b"".join(t.encode() + b"\0" for t in wanted)
   assert found.index["bytes"].tolist() == [len(t.encode()) + 1 for t in wanted]
-  assert found.index["hash"][7] == shard_writer.content_hash(wanted[7].encode())
+  assert found.index["hash"][7] == store.content_hash(wanted[7].encode())
 
 
 def test_several_processes_write_the_same(corpus, contents, tmp_path):
@@ -181,7 +182,7 @@ def test_a_worker_that_dies_is_named_and_a_retry_may_succeed(corpus, tmp_path, n
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_full_disk_is_one_message_and_leaves_no_shard(corpus, tmp_path, processes):
   data = section(corpus, tmp_path, prepare_processes=processes)
-  message = r"text cannot be prepared in .*bytes-text-\w+ \(.*File too large.*free some space"
+  message = r"data cannot be prepared in .*bytes-text-\w+ \(.*File too large.*free some space"
   with full_disk(20_000), pytest.raises(ValueError, match=message):
     preparation.prepare(data, data.files)
   assert contents_of(data) == {}
@@ -189,14 +190,14 @@ def test_a_full_disk_is_one_message_and_leaves_no_shard(corpus, tmp_path, proces
 
 def test_a_disk_without_space_may_have_some_later(corpus, tmp_path, monkeypatch):
   (tmp_path / "full").symlink_to("/dev/full")
-  writer = shard_writer.array_record_module.ArrayRecordWriter
+  writer = store.array_record_module.ArrayRecordWriter
   monkeypatch.setattr(
-    shard_writer.array_record_module,
+    store.array_record_module,
     "ArrayRecordWriter",
     lambda path, options: writer(str(tmp_path / "full"), options),
   )
   data = section(corpus, tmp_path / "data")
-  with pytest.raises(ValueError, match=r"text cannot be prepared in .*No space left") as error:
+  with pytest.raises(ValueError, match=r"data cannot be prepared in .*No space left") as error:
     preparation.prepare(data, data.files)
   assert exit_codes.retryable(error.value)
   assert contents_of(data) == {}
@@ -229,7 +230,7 @@ def test_what_a_worker_says_of_a_disk_decides_whether_a_retry_may_succeed(
     os.close(stdout)
   answer = json.loads(answers.read_text())
   expected = pytest.raises((ValueError, exit_codes.RetryableError), match=os.strerror(number))
-  with expected as error, preparation.writing_to(epath.Path(tmp_path)):
+  with expected as error, store.writing_to(epath.Path(tmp_path)):
     preparation._raise(answer)
   assert exit_codes.retryable(error.value) == (number != errno.EACCES)
 
@@ -237,7 +238,7 @@ def test_what_a_worker_says_of_a_disk_decides_whether_a_retry_may_succeed(
 def test_a_folder_that_cannot_be_written_is_one_message(corpus, tmp_path):
   (tmp_path / "prepared").write_text("a file")
   data = section(corpus, tmp_path)
-  with pytest.raises(ValueError, match=r"text cannot be prepared in .*; free some space or get"):
+  with pytest.raises(ValueError, match=r"data cannot be prepared in .*; free some space or get"):
     preparation.prepare(data, data.files)
 
 
@@ -301,5 +302,5 @@ def test_a_tokenizer_that_encodes_otherwise_has_a_folder_of_its_own(tmp_path):
   class Other:
     name, digest = encoder.name, "0" * 64
 
-  folders = {preparation.folder_of(data, one, f) for one in (encoder, Other()) for f in ("a", "b")}
+  folders = {store.folder_of(data, one, f) for one in (encoder, Other()) for f in ("a", "b")}
   assert len(folders) == 4

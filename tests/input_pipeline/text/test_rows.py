@@ -9,10 +9,9 @@ import pytest
 from etils import epath
 from ml_collections import ConfigDict
 
-from input_pipeline import row_source
+from input_pipeline import packing, row_source, rows, store
 from input_pipeline.bad_records import Sharing
-from input_pipeline.row_store import UnreadableError
-from input_pipeline.text import packing, preparation, rows, shard_writer, store, tokenizer
+from input_pipeline.source import UnreadableError
 from tests.input_pipeline.text.corpora import section, texts, write_lines
 
 T = 32
@@ -87,8 +86,8 @@ def prepared_by(encoder, folder, documents, masks=None):
     for number, document in enumerate(documents):
       shard.add(np.asarray(document), len(document), number, masks[number] if masks else None)
 
-  shard_writer.write_shard(folder / "a", encoder.size, {}, fill)
-  return preparation.opened(folder, ["a"], encoder, "here", 0)
+  store.write_shard(folder / "a", encoder.size, {}, fill)
+  return store.open_prepared(folder, ["a"], encoder, "here", 0)
 
 
 def loop(packed, inputs_of, targets_of, trained_of):
@@ -295,7 +294,7 @@ def damaged(folder, tmp_path):
 def test_a_damaged_document_is_named_at_its_step(damaged):
   made, shard = damaged
   source = row_source.open_source(made, "train", 0)
-  message = rf"text train: document 50 of {shard}/tokens.array_record cannot be read .*max_bad_rec"
+  message = rf"train: row \d+ \(document 50 of {shard}/tokens.array_record\) cannot .*max_bad_rec"
   with pytest.raises(UnreadableError, match=message) as error:
     read_all(source)
   good = np.setdiff1d(np.arange(len(source)), [*error.value.rows])
@@ -361,7 +360,7 @@ def test_bad_records_of_the_files_are_counted_with_the_rows(tmp_path):
   path.write_text(path.read_text() + "no JSON\n")
   made = section(tmp_path, tmp_path / "data", sequence_length=T, max_bad_records=1)
   bad = row_source.open_source(made, "train", 0).bad
-  assert str(bad).startswith(f"left out: 1 document: {path}:21 (the first: {path}:21: invalid JSON")
+  assert str(bad).startswith(f"left out: 1 record: {path}:21 (the first: {path}:21: invalid JSON")
 
 
 # ---- TFDS data sets ----
@@ -388,23 +387,3 @@ def test_a_tfds_data_set_with_another_packing(noise, data):
   assert [*noise[1], 0] in found
   again = row_source.open_source(data(**keys), "train", 0)
   assert again.fingerprint == source.fingerprint
-
-
-def test_concatenated_bytes_are_the_rows_that_are_stored_as_rows(noise, data):
-  keys = {"name": "hiss", "files": "", "packing": "concatenate"}
-  indexed, stored = rows.open_source(data(**keys), "train", 0), data(**keys)
-  stored = row_source.open_source(stored, "train", 0)
-  assert not stored.report  # stored as rows
-  assert len(indexed) == len(stored)
-  first, second = read_all(indexed), read_all(stored)
-  np.testing.assert_array_equal(first["weights"], second["weights"])
-  taken = first["weights"] > 0
-  for name in ("tokens", "targets", "segments"):
-    np.testing.assert_array_equal(first[name][taken], second[name][taken], err_msg=name)
-
-
-def test_bytes_are_what_no_key_asks_for(data):
-  assert not row_source.is_indexed(data(name="hiss", packing="concatenate"))
-  assert row_source.is_indexed(data(name="hiss", packing="none"))
-  assert row_source.is_indexed(data(packing="concatenate"))
-  assert tokenizer.load(data().tokenizer).size == 256

@@ -7,8 +7,8 @@ import types
 import pytest
 import tokenizers
 
+from input_pipeline.store import content_hash
 from input_pipeline.text import documents, files, tokenizer, train_tokenizer
-from input_pipeline.text.shard_writer import content_hash
 from tests.helpers.syncs import Syncs
 from tests.input_pipeline.text import corpora
 from tests.input_pipeline.text.conftest import python_files

@@ -18,7 +18,6 @@ jax.config.update("jax_num_cpu_devices", 8 // COUNT)
 jax.distributed.initialize(f"localhost:{PORT}", COUNT, INDEX)
 
 import numpy as np  # noqa: E402
-from checkpointing import naming  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 from training.checkpointing import restore as reading  # noqa: E402
@@ -40,7 +39,7 @@ def restore() -> dict[str, int]:
   with Checkpointer(FOLDER, read_only=True) as checkpointer:
     [step] = checkpointer.steps()
     stored = reading.stored_arrays(checkpointer.folder / str(step))
-    target = naming.nested(
+    target = reading.nested(
       {
         name: jax.ShapeDtypeStruct(
           array.shape, array.dtype, sharding=rows if name == "optimizer/large" else whole
@@ -49,7 +48,7 @@ def restore() -> dict[str, int]:
       }
     )
     # The few small parameters: what libraries and threads need is there when it is measured.
-    reading.restore_parameters(checkpointer.folder, target["params"])
+    reading.restore_branches(checkpointer.folder, {"params": target["params"]})
     before = resident("VmRSS")
     _, tree = checkpointer.restore(target)
     large = jax.block_until_ready(tree)["optimizer"]["large"]

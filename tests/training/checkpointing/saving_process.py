@@ -17,10 +17,10 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 4)
 
-from checkpointing import integrity  # noqa: E402
 
 from processes import coordination as groups  # noqa: E402
 from tests.training.checkpointing import states  # noqa: E402
+from training.checkpointing import integrity  # noqa: E402
 from training.checkpointing.checkpointer import Checkpointer  # noqa: E402
 from training.checkpointing.consensus import Together  # noqa: E402
 

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from training.checkpointing import restore
 from training.checkpointing.checkpointer import Checkpointer
 from training.setup import Job
 from training.state import State
@@ -72,6 +73,13 @@ def counting_target() -> dict:
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), counting_tree(0)
   )
+
+
+def restored_parameters(folder, step=None, target=None, **settings):
+  """Returns (step, parameters) of a checkpoint, by default for `counting_target`."""
+  abstract = {"params": target or counting_target()["params"]}
+  found, tree = restore.restore_branches(folder, abstract, step, **settings)
+  return found, tree["params"]
 
 
 def assert_bit_equal(ours, theirs) -> None:

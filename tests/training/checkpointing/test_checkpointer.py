@@ -17,6 +17,7 @@ from tests.training.checkpointing.states import (
   counting_target,
   counting_tree,
   random_tree,
+  restored_parameters,
   save_counting,
 )
 from training.checkpointing import restore
@@ -27,25 +28,24 @@ from training.checkpointing.checkpointer import Checkpointer, Retention
 STEPS = range(10, 80, 10)
 
 
-def noted(best, values, lower_is_better=None, over=None):
+def noted(best, values, over=None):
   """Returns the rules of a run that keeps one step and the best, with metrics by step."""
-  retention = Retention(1, 0, best, lower_is_better)
+  retention = Retention(1, 0, best)
   for step, value in values.items():
     retention.note(step, {best: value, "other": 0.0}, over and over[step])
   return retention
 
 
 def test_the_newest_and_every_nth():
-  assert Retention(2, 0, "", None).kept(STEPS) == {60, 70}
-  assert Retention(1, 30, "", None).kept(STEPS) == {30, 60, 70}
-  assert Retention(9, 0, "", None).kept([20, 10]) == {10, 20}
+  assert Retention(2, 0, "").kept(STEPS) == {60, 70}
+  assert Retention(1, 30, "").kept(STEPS) == {30, 60, 70}
+  assert Retention(9, 0, "").kept([20, 10]) == {10, 20}
 
 
 def test_the_best_by_a_loss_is_the_lowest_and_by_an_accuracy_the_highest():
   values = {10: 0.5, 20: 0.1, 30: 0.9}
   assert noted("eval_loss", values).kept(STEPS) == {20, 70}
   assert noted("eval_accuracy", values).kept(STEPS) == {30, 70}
-  assert noted("eval_loss", values, lower_is_better=False).kept(STEPS) == {30, 70}
 
 
 def test_of_equal_steps_the_newest_is_the_best():
@@ -68,12 +68,12 @@ def test_metrics_over_other_examples_are_not_compared():
 
 def test_a_missing_metric_names_those_that_there_are():
   with pytest.raises(ValueError, match=r"keep_best='eval_los': the metrics are eval_loss, other"):
-    Retention(1, 0, "eval_los", None).note(10, {"eval_loss": 1.0, "other": 2.0})
+    Retention(1, 0, "eval_los").note(10, {"eval_loss": 1.0, "other": 2.0})
 
 
 def test_numbers_below_the_least_are_refused():
   with pytest.raises(ValueError, match=r"checkpoint\.keep=0: at least 1"):
-    Retention(0, 0, "", None)
+    Retention(0, 0, "")
 
 
 # ------------------------------ saving and restoring ------------------------------
@@ -168,15 +168,14 @@ def test_the_newest_every_nth_and_the_best_are_kept(tmp_path):
 
 
 def test_the_best_accuracy_is_the_highest():
-  def kept(best, values, **rule):
-    retention = Retention(1, 0, best, rule.get("lower_is_better"))
+  def kept(best, values):
+    retention = Retention(1, 0, best)
     for step, value in enumerate(values):
       retention.note(step, {best: value})
     return retention.kept(range(len(values)))
 
   assert kept("eval_accuracy", [0.1, 0.9, 0.9, 0.5]) == {2, 3}
   assert kept("eval_loss", [0.1, 0.9, 0.9, 0.5]) == {0, 3}
-  assert kept("eval_loss", [0.1, 0.9, 0.5], lower_is_better=False) == {1, 2}
 
 
 def test_metrics_over_other_examples_are_never_compared(tmp_path):
@@ -216,7 +215,7 @@ def test_metrics_over_other_examples_are_never_compared(tmp_path):
 
 
 def test_a_step_that_is_saved_again_is_ranked_again():
-  retention = Retention(1, 0, "eval_loss", None)
+  retention = Retention(1, 0, "eval_loss")
   for step, value in ((1, 0.1), (2, 0.5), (3, 0.7)):
     retention.note(step, {"eval_loss": value})
   retention.note(1, None)
@@ -327,7 +326,7 @@ def test_reading_only_never_changes_a_byte(tmp_path):
     step, tree = checkpointer.restore(counting_target())
     checkpointer.verified()
     checkpointer.check()
-  parameters = restore.restore_parameters(folder, counting_target()["params"], warn=said.append)
+  parameters = restored_parameters(folder, warn=said.append)
   assert step == parameters[0] == 2
   assert_bit_equal(tree, counting_tree(2))
   assert_bit_equal(parameters[1], counting_tree(2)["params"])

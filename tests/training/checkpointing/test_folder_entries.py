@@ -14,6 +14,7 @@ from tests.training.checkpointing.states import (
   contents,
   counting_target,
   counting_tree,
+  restored_parameters,
   save_counting,
 )
 from training.checkpointing import integrity, restore
@@ -143,7 +144,7 @@ def test_a_link_to_a_step_is_not_a_step_of_this_folder(copy, tmp_path):
   assert "not saved by this application: 20;" in said[0]
   # Named by itself it can be read.
   folder, step = restore.parse_location(str(copy / "20"))
-  _, parameters = restore.restore_parameters(folder, counting_target()["params"], step)
+  _, parameters = restored_parameters(folder, step)
   assert_bit_equal(parameters, counting_tree(20)["params"])
 
 

@@ -156,16 +156,6 @@ def test_without_disk_space_no_save_is_started(tmp_path, monkeypatch):
     assert_nothing_lost(checkpointer, 2)
 
 
-def test_a_hindered_process_saves_nothing(tmp_path):
-  with Checkpointer(tmp_path, keep=2) as checkpointer:
-    save_counting(checkpointer, 1)
-    with pytest.raises(SaveError, match=r"saving step 2 to .* failed: the log cannot be written"):
-      checkpointer.save(
-        2, counting_tree(2), config=CONFIG, record=RECORD, hindrance="the log cannot be written"
-      )
-    assert_nothing_lost(checkpointer, 2)
-
-
 def test_what_fails_once_the_step_is_there_is_a_warning(tmp_path, monkeypatch):
   said = []
   with Checkpointer(tmp_path, warn=said.append) as checkpointer:

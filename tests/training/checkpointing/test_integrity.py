@@ -20,6 +20,7 @@ from tests.training.checkpointing.states import (
   contents,
   counting_target,
   counting_tree,
+  restored_parameters,
   save_counting,
 )
 from training.checkpointing import async_writer, integrity, restore
@@ -207,14 +208,12 @@ def test_a_config_whose_bits_have_changed_is_not_believed(copy):
 def test_parameters_alone_are_verified_too(copy):
   path, said = flip_an_array(copy), []
   for verify, wanted in ((integrity.FULL, OLDER), (integrity.OFF, NEWER)):
-    step, _ = restore.restore_parameters(
-      copy, counting_target()["params"], verify=verify, warn=said.append
-    )
+    step, _ = restored_parameters(copy, verify=verify, warn=said.append)
     assert step == wanted
   assert len(said) == 1
   assert path in said[0]
   with pytest.raises(ValueError, match=f"step {NEWER} cannot be read: {path}: its bytes"):
-    restore.restore_parameters(copy, counting_target()["params"], NEWER)
+    restored_parameters(copy, NEWER)
 
 
 # ------------------------------ metadata that was changed ------------------------------

@@ -1,5 +1,6 @@
 """Where a checkpoint is, and its parameters alone."""
 
+import collections
 import re
 
 import jax
@@ -10,10 +11,17 @@ from tests.training.checkpointing.states import (
   assert_bit_equal,
   counting_target,
   counting_tree,
+  restored_parameters,
   save_counting,
 )
 from training.checkpointing.checkpointer import Checkpointer
-from training.checkpointing.restore import parse_location, restore_branches, restore_parameters
+from training.checkpointing.restore import (
+  differences,
+  named_leaves,
+  nested,
+  parse_location,
+  restore_branches,
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +58,11 @@ def test_a_wrong_location_is_refused_with_the_fix(text, message, run):
 def test_parameters_alone_are_restored_whatever_the_optimizer(run):
   folder, _ = parse_location(str(run))
   for wanted, step in ((20, None), (10, 10)):
-    found, params = restore_parameters(folder, counting_target()["params"], step)
+    found, params = restored_parameters(folder, step)
     assert found == wanted
     assert_bit_equal(params, counting_tree(wanted)["params"])
   with pytest.raises(ValueError, match=r"has no step 15; it has 10, 20"):
-    restore_parameters(folder, counting_target()["params"], 15)
+    restored_parameters(folder, 15)
 
 
 def test_variables_that_a_checkpoint_lacks_are_refused(run):
@@ -73,9 +81,36 @@ def test_parameters_of_another_model_are_refused_in_one_message(run):
   del target["up"]
   folder, _ = parse_location(str(run))
   with pytest.raises(ValueError, match=r"20 does not fit \(3 arrays differ\)") as refusal:
-    restore_parameters(folder, target)
+    restored_parameters(folder, target=target)
   assert str(refusal.value).splitlines()[1:] == [
     "  params/bias: float32[7] in the checkpoint, float32[8] here",
     "  params/more: absent in the checkpoint, float32[8] here",
     "  params/up/kernel: float32[24, 130] in the checkpoint, absent here",
+  ]
+
+
+# ------------------------------ trees by name ------------------------------
+
+Moments = collections.namedtuple("Moments", "count mu")
+
+
+def test_names_are_paths_through_containers_of_every_kind():
+  tree = {"a": [np.zeros(2), {"b": np.ones(3)}], "c": Moments(np.int32(1), (np.ones(5),))}
+  assert [*named_leaves(tree)] == ["a/0", "a/1/b", "c/count", "c/mu/0"]
+
+
+def test_stored_trees_are_dicts_alone():
+  leaves = {"a/0": 1, "a/1/b": 2, "c": 3}
+  assert nested(leaves) == {"a": {"0": 1, "1": {"b": 2}}, "c": 3}
+
+
+def test_names_shapes_and_types_are_compared_both_ways():
+  half, whole = np.zeros((2, 3), np.float32), np.zeros((4, 3), np.float32)
+  stored = {"same": half, "shape": half, "type": half, "gone": half}
+  wanted = {"same": half, "shape": whole, "type": half.astype(np.float64), "new": half}
+  assert differences(stored, wanted) == [
+    "gone: float32[2, 3] in the checkpoint, absent here",
+    "new: absent in the checkpoint, float32[2, 3] here",
+    "shape: float32[2, 3] in the checkpoint, float32[4, 3] here",
+    "type: float32[2, 3] in the checkpoint, float64[2, 3] here",
   ]

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from partitioning.rules import HOST, named_leaves
-from planning.activation_memory import equations
+from planning.traced_step import equations
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity.expert_cases import WITH_DENSE
 from training.optimizer import optimizers_with

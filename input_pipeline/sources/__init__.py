@@ -1,1 +1,0 @@
-"""Data sets by name: their builders and their catalog."""
