@@ -58,7 +58,8 @@ OPTIONAL = {
   "partitioning.parallel.whole_matrices",
   # What connects several processes.
   *("processes.crash_output", "processes.heartbeat", "processes.jax_internals"),
-  *("processes.listening", "processes.rendezvous", "processes.stragglers", "processes.tokens"),
+  *("processes.listening", "processes.preflight", "processes.rendezvous"),
+  *("processes.stragglers", "processes.tokens"),
 }
 
 
