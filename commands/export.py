@@ -15,7 +15,7 @@ from models import model_spec, mup
 from partitioning.shardings import size_text
 from processes import preemption, preflight
 from processes.watchdog import STARTING, Watchdog
-from runtime import exit_codes, free_space
+from runtime import exit_codes, files
 from runtime.suggest import nearest
 from training import base_parameters, restore, run_tokenizer
 from training.base_parameters import Base
@@ -42,7 +42,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     raise ValueError("--merge: the model has no adapters (lora.rank=0); leave it out")
   plan, what = _planned(ready, location)
   folder = export.ExportFolder(export.check_folder(flags.TO.value, _checkpoints(location)))
-  free_space.require(folder.path, plan.bytes, "the export", "give another --to")
+  files.require_space(folder.path, plan.bytes, "the export", "give another --to")
   more = {"to": str(folder.final), "files": [file.header().hex()[:64] for file in plan.files]}
   preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more=more)
   step, params, _ = restore.model_state(ready, location)

@@ -43,7 +43,6 @@ OPTIONAL = {
   "partitioning.parallel.expert_exchange",
   "partitioning.parallel.pipeline",
   "training.parity",
-  "partitioning.parallel.expert_rows",
   "partitioning.parallel.grouped_matmul",
   "input_pipeline.tfds",
   "input_pipeline.text.chat_template",
@@ -60,6 +59,14 @@ OPTIONAL = {
   *("processes.crash_output", "processes.heartbeat", "processes.jax_internals"),
   *("processes.listening", "processes.preflight", "processes.rendezvous"),
   *("processes.stragglers", "processes.tokens"),
+  "models.blockwise_attention",
+  "models.splash_attention",
+  "models.vit",
+  "partitioning.parallel.attention_blocks",
+  "partitioning.parallel.collective_matmul",
+  "partitioning.parallel.eight_bit",
+  "partitioning.parallel.ring_attention",
+  "partitioning.parallel.splash_kernel",
 }
 
 

@@ -14,7 +14,7 @@ from input_pipeline.source import Source
 from interop import hf_folder
 from partitioning.rules import named_leaves
 from processes.workdir_lease import Ownership
-from runtime import free_space
+from runtime import files
 from runtime.provenance import code_files, versions
 from training import (
   averages,
@@ -377,7 +377,7 @@ def require_room(job: Job, workdir: epath.Path, *, part: bool = False) -> None:
   """
   state = base_parameters.trained_part(job, job.state) if part else vars(job.state)
   needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-  free_space.require(workdir / FOLDER, needed, "a checkpoint", "give another --workdir")
+  files.require_space(workdir / FOLDER, needed, "a checkpoint", "give another --workdir")
 
 
 def first_state(job: Job, base: Base | None = None) -> tuple[State, str, Base | None]:
