@@ -29,9 +29,9 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   """Exports the model of a checkpoint, or of checkpoint.initialize_from where no run is named."""
   if flags.TO.value is None:
     raise ValueError("export: name the folder to write with --to=FOLDER")
-  location = _location()
-  run_tokenizer.adopt(flags.CONFIG.value, location)
-  [ready] = build.prepare(flags.CONFIG)
+  given = flags.CONFIG.value
+  begins = given.checkpoint.initialize_from or given.model.get("folder") or ""
+  ready, location = build.of_checkpoint(flags.CHECKPOINT.value or flags.WORKDIR.value or begins)
   config = ready.config
   if config.model.name != "transformer":
     raise ValueError(
@@ -61,13 +61,6 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     return exit_codes.DONE
 
   return run
-
-
-def _location() -> str:
-  """Returns where the parameters are: the run that is named, else where a new one would begin."""
-  config = flags.CONFIG.value
-  begins = config.checkpoint.initialize_from or config.model.get("folder")
-  return flags.CHECKPOINT.value or flags.WORKDIR.value or begins or str(flags.workdir())
 
 
 def _planned(ready: Job, location: str, base: Base | None = None) -> tuple[export.Plan, str]:
@@ -107,7 +100,7 @@ def _planned(ready: Job, location: str, base: Base | None = None) -> tuple[expor
 
 def _adapter(ready: Job, base: Base | None, model_type: str, dtype: str) -> tuple[export.Plan, str]:
   """Returns the plan of the adapters alone; raises ValueError where more than they was trained."""
-  adapters = {*base_parameters.adapters(ready)}
+  adapters = {*base_parameters.ParameterReader(ready).adapters}
   if others := sorted(ready.program.trained - adapters):
     raise ValueError(
       f"training.trainable: besides the adapters {len(others)} parameters were trained (such as "

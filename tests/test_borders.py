@@ -50,6 +50,7 @@ OPTIONAL = {
   "input_pipeline.text.train_tokenizer",
   "training.optimizers.muon",
   "training.optimizers.soap",
+  "training.metrics.built_in_sinks",
   "training.optimizers.first_order",
   "training.optimizers.low_precision",
   "training.optimizers.host_state",
