@@ -244,14 +244,12 @@ def start() -> dict[str, Any]:
 
 def float8() -> dict[str, Any]:
   """Returns tokens per second and the loss of llama_1b in bfloat16 and with 8-bit matmuls."""
-  from benchmarks import gpu_ours
-
   found, steps = {}, 2 if SMALL.value else 20
   for dtype in ("compute", "float8"):
     with tempfile.TemporaryDirectory() as folder:
       told = gpu.job("llama_1b", folder)
       told["overrides"] = {**told["overrides"], "training.matmul_dtype": dtype}
-      side = gpu_ours.Side(told)
+      side = gpu.Side(told)
       side.run(2)
       runs = [side.run(steps) for _ in range(3)]
       seconds = statistics.median(one["seconds"] for one in runs) / steps

@@ -11,7 +11,7 @@ from etils import epath
 from rich.console import Console
 from rich.table import Table
 
-from commands import announce_data, build, flags, preflight_facts
+from commands import build, flags, preflight_facts
 from inference import task_evaluation
 from inference.request import text_spec
 from inference.sampler import TrainedModel
@@ -43,7 +43,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   evaluation = reference.attached_to_evaluation(ready, evaluation, location, watch)
 
   def run() -> int:
-    announce_data.bad(evaluation.source)
+    splits.announce_bad(evaluation.source)
     lockstep = Lockstep(watch.group, watch.stop)
     compiled = ready.compile_eval_step().function
     steps = ready.config.evaluation.final_steps

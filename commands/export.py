@@ -99,7 +99,7 @@ def _planned(ready: Job, location: str, base: Base | None = None) -> tuple[expor
 
 def _adapter(ready: Job, base: Base | None, model_type: str, dtype: str) -> tuple[export.Plan, str]:
   """Returns the plan of the adapters alone; raises ValueError where more than they was trained."""
-  adapters = {*base_parameters.adapters(ready)}
+  adapters = {*base_parameters.ParameterReader(ready).adapters}
   if others := sorted(ready.program.trained - adapters):
     raise ValueError(
       f"training.trainable: besides the adapters {len(others)} parameters were trained (such as "

@@ -56,6 +56,7 @@ class Program:
     optimizer: of those that are trained.
     point: (trained parameters, the optimizer's state) -> where a step takes its gradients.
     update: applies it.
+    stored: (trained parameters, step) -> these in the dtype in which they are stored.
     schedule: step -> learning rate.
     param_specs: a tree like the parameters: the sharding of their gradients.
     norm_specs: likewise, while their squares are summed for the norm.
@@ -75,6 +76,7 @@ class Program:
   optimizer: optax.GradientTransformation
   point: Callable[[Any, Any], Any]
   update: Update
+  stored: Callable[[Any, jax.Array], Any]
   schedule: optax.Schedule
   param_specs: Any = None
   norm_specs: Any = None
@@ -260,18 +262,7 @@ class Program:
     with jax.numpy_dtype_promotion("standard"):
       trained, optimizer = self.update(grads, state.optimizer, wide(trained))
       rate = self.schedule(state.step)
-    return merged(self.rounded(trained, state.step), frozen), optimizer, rate
-
-  def rounded(self, params: Any, step: jax.Array) -> Any:
-    """Returns updated parameters as they are stored, rounded if that is in bfloat16."""
-    if not self.spec.stochastic_rounding:
-      return jax.tree.map(lambda x: x.astype(self.spec.parameter_dtype), params)
-    key = low_precision.rounding_key(self.spec.seed, step)
-    rounded = [
-      low_precision.to_bfloat16(x, low_precision.rounding_words(key, name, x.shape))
-      for name, x in named_leaves(params, "params/").items()
-    ]
-    return jax.tree.unflatten(jax.tree.structure(params), rounded)
+    return merged(self.stored(trained, state.step), frozen), optimizer, rate
 
   def stack(self, name: str) -> str:
     """Returns the letter of the layers that a parameter has as its first dim; "" if it has none."""
@@ -314,9 +305,13 @@ def make_program(resolved: Resolved) -> Program:
     update = functools.partial(host_state.update, optimizer, stack, optax.apply_updates)
   else:
     update = functools.partial(_update, optimizer)
+  if spec.stochastic_rounding:
+    stored = functools.partial(low_precision.rounded_parameters, spec.seed)
+  else:
+    stored = functools.partial(_cast, spec.parameter_dtype)
   given = spec, build, letters, graphdef, params, variables_of(model), trained
   schedule = learning_rate_schedule(keys, keys.steps)
-  return Program(*given, optimizer, gradient_point(keys), update, schedule)
+  return Program(*given, optimizer, gradient_point(keys), update, stored, schedule)
 
 
 def _update(
@@ -324,6 +319,11 @@ def _update(
 ) -> tuple[Any, Any]:
   updates, state = optimizer.update(grads, state, params)
   return optax.apply_updates(params, updates), state
+
+
+def _cast(dtype: str, params: Any, step: jax.Array) -> Any:
+  del step
+  return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
 def _stored(params: Any, trained: frozenset[str], spec: StepSpec) -> Any:
