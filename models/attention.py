@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from models.layers import Linear, Norm, adapter_dropout
+from models.layers import Linear, Norm, adapter_dropout, named
 from models.positions import Layer, Rows, apply_rope, layer_pattern
-from models.rematerialization import named
 from models.spec import RESIDUAL, DecoderSpec, LayersSpec
 from partitioning.constraints import axes_splitting, constrain, tie_to
 from partitioning.dtypes import scaled, wide_dtype

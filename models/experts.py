@@ -23,8 +23,7 @@ from partitioning.constraints import constrain
 from partitioning.dims import Axes
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import collectives
-from partitioning.parallel.expert_exchange import Exchange, Groups, exchanged
-from partitioning.parallel.grouped_matmul import Way, grouped_matmul
+from partitioning.parallel.expert_exchange import Exchange, Groups, Way, exchanged, grouped_matmul
 from partitioning.parallel.sharded_function import (
   SEQUENCE_DIM,
   reduce_partial,

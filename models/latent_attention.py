@@ -21,9 +21,8 @@ from models.attention import (
   out_dims,
   update_cache,
 )
-from models.layers import Linear, Norm
+from models.layers import Linear, Norm, named
 from models.positions import Layer, Rows, apply_rope
-from models.rematerialization import named
 from models.spec import RESIDUAL, DecoderSpec
 from partitioning.constraints import constrain
 from partitioning.dtypes import scaled, wide_dtype

@@ -27,10 +27,9 @@ from models.attention import (
   per_layer,
   set_cache_layer,
 )
-from models.layers import MLP, Norm, dropout
+from models.layers import MLP, Norm, dropout, named, rematerialized
 from models.losses import Sums
 from models.positions import Layer, Rows
-from models.rematerialization import named, rematerialized
 from models.spec import LATENT_ATTENTION, LAYERS, RESIDUAL, LayersSpec, under
 from partitioning.dtypes import scaled
 from partitioning.parallel.pipeline_schedule import stages_of

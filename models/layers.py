@@ -7,20 +7,20 @@ Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 # jax.random draws complete arrays only; which counts it hashes: jax#13040.
 from jax.extend.random import threefry2x32_p
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from models.rematerialization import kept, named
 from models.spec import LORA_A, LORA_B, RESIDUAL, DecoderSpec, LayersSpec, ModelSpec
 from partitioning.constraints import batch_part, constrain
 from partitioning.dtypes import MAGNITUDES, known_magnitudes, scaled, wide_dtype
@@ -33,7 +33,67 @@ from partitioning.parallel.matmuls import (
   in_one_ring,
   row_parallel,
 )
+from partitioning.parallel.sharded_function import GATHERED
 from partitioning.parallel.vocabulary import vocab_parallel_embedding
+from partitioning.rules import HOST
+from runtime.rematerialization import LAYER_INPUT, NAMES, OFFLOAD, RECOMPUTE, SAVE, parse
+
+# ------------------------------ rematerialization ------------------------------
+# By name: the policies of `training.rematerialization`; `runtime.rematerialization` reads the key.
+
+# Preset -> its policy without exceptions; None: no rematerialization.
+_POLICIES = {
+  "none": None,
+  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def named(x: jax.Array, name: str) -> jax.Array:
+  """Returns an activation under its name, one of `NAMES`.
+
+  Outside of a matmul's own `jax.checkpoint`: the policy of the layer's does not see inside.
+  """
+  assert name in NAMES, name
+  return checkpoint_name(x, name)
+
+
+def kept(text: str, names: Iterable[str]) -> bool:
+  """Returns whether any of these activations is saved or offloaded for the backward pass.
+
+  Args:
+    text: of `training.rematerialization`.
+    names: of activations.
+  """
+  choices = parse(text)
+  return any(choices.by_name[name] != RECOMPUTE for name in names)
+
+
+def rematerialized(layer: Callable, text: str, *, reshard: bool = True) -> Callable:
+  """Returns a layer's function, whose backward pass finds of its activations what `text` says.
+
+  Args:
+    layer: the body of a scan.
+    text: of `training.rematerialization`.
+    reshard: of `partitioning.reshard_after_forward`; False saves gathered kernels as well.
+  """
+  choices = parse(text)
+  if choices.given or not choices.preset:
+    # The layer's input, if it is saved, is saved as the function's argument.
+    saved = [name for name in choices.chosen(SAVE) if name != LAYER_INPUT]
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+      names_which_can_be_saved=saved if reshard else [*saved, GATHERED],
+      names_which_can_be_offloaded=choices.chosen(OFFLOAD),
+      offload_src="device",
+      offload_dst=HOST,
+    )
+  elif (policy := _POLICIES[choices.preset]) is None:
+    return layer
+  elif not reshard:
+    gathered = jax.checkpoint_policies.save_only_these_names(GATHERED)
+    policy = jax.checkpoint_policies.save_from_both_policies(policy, gathered)
+  return jax.checkpoint(layer, prevent_cse=False, policy=policy)
+
 
 # ------------------------------ low-rank adapters ------------------------------
 # LoRA: y = x W + s (x A) B, with W frozen and A and B trained. Sources: arXiv:2106.09685;

@@ -18,10 +18,9 @@ from jaxtyping import Array, Float, Key
 
 from models import activations, losses
 from models.layer_stack import Block, over_layers, stacked
-from models.layers import LearnedPositions, Linear, Norm
+from models.layers import LearnedPositions, Linear, Norm, rematerialized
 from models.losses import Batch, Sums
 from models.positions import Layer, Rows
-from models.rematerialization import rematerialized
 from models.spec import LAYERS, LayersSpec, under
 from partitioning.constraints import constrain
 from partitioning.dims import Dim

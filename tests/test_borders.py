@@ -43,7 +43,6 @@ OPTIONAL = {
   "partitioning.parallel.expert_exchange",
   "partitioning.parallel.pipeline",
   "training.parity",
-  "partitioning.parallel.grouped_matmul",
   "input_pipeline.tfds",
   "input_pipeline.text.chat_template",
   "input_pipeline.text.library_tokenizers",
@@ -58,7 +57,8 @@ OPTIONAL = {
   "partitioning.parallel.whole_matrices",
   # What connects several processes.
   *("processes.crash_output", "processes.heartbeat", "processes.jax_internals"),
-  *("processes.listening", "processes.rendezvous", "processes.stragglers", "processes.tokens"),
+  *("processes.listening", "processes.preflight", "processes.rendezvous"),
+  *("processes.stragglers", "processes.tokens"),
   "models.blockwise_attention",
   "models.splash_attention",
   "models.vit",

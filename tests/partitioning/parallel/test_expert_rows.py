@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from partitioning.parallel import expert_exchange
-from partitioning.parallel.expert_exchange import Places
-from partitioning.parallel.grouped_matmul import Way
+from partitioning.parallel.expert_exchange import Places, Way
 
 
 def test_assignments_are_in_order_of_their_experts_those_of_others_last():
