@@ -19,7 +19,7 @@ from inference.task_evaluation import Result
 from processes.coordination import Lockstep, current
 from processes.watchdog import EVALUATION, STARTING, Watchdog
 from runtime import exit_codes, files
-from training import reference, restore, run_tokenizer, splits
+from training import reference, restore, splits
 from training.checkpointing import restore as checkpoints
 from training.evaluation import Evaluator
 from training.metrics.console import ProgressLine, say
@@ -34,9 +34,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     keys.final_steps = 0  # what is derived is for the end of a run
   if flags.TASKS.value is not None:
     return _prepare_tasks(watch)
-  location = flags.CHECKPOINT.value or str(flags.workdir())
-  run_tokenizer.adopt(flags.CONFIG.value, location)
-  [ready] = build.prepare(flags.CONFIG)
+  ready, location = build.of_checkpoint()
   evaluation = splits.open_evaluation(ready)
   preflight_facts.about_to_run(
     ready, {"held out": evaluation.source}, flags.workdir(), writes=False
@@ -66,10 +64,8 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
 
 def _prepare_tasks(watch: Watchdog) -> Callable[[], int]:
   """Scores a checkpoint on the tasks of --tasks."""
-  location = flags.CHECKPOINT.value or str(flags.workdir())
   read = task_evaluation.read_tasks(flags.TASKS.value)
-  run_tokenizer.adopt(flags.CONFIG.value, location)
-  [ready] = build.prepare(flags.CONFIG)
+  ready, location = build.of_checkpoint()
   tasks = task_evaluation.encode(text_spec(ready.config), read)
   digest = hashlib.sha256(repr(read).encode()).hexdigest()[:16]
   preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more={"tasks": digest})

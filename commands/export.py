@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 
 from etils import epath
-from ml_collections import ConfigDict
 
 from commands import build, flags, preflight_facts
 from input_pipeline.text import tokenizer
@@ -29,9 +28,9 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   """Exports the model of a checkpoint, or of checkpoint.initialize_from where no run is named."""
   if flags.TO.value is None:
     raise ValueError("export: name the folder to write with --to=FOLDER")
-  location = _location()
-  run_tokenizer.adopt(flags.CONFIG.value, location)
-  [ready] = build.prepare(flags.CONFIG)
+  given = flags.CONFIG.value
+  begins = given.checkpoint.initialize_from or given.model.get("folder") or ""
+  ready, location = build.of_checkpoint(flags.CHECKPOINT.value or flags.WORKDIR.value or begins)
   config = ready.config
   if config.model.name != "transformer":
     raise ValueError(
@@ -63,13 +62,6 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   return run
 
 
-def _location() -> str:
-  """Returns where the parameters are: the run that is named, else where a new one would begin."""
-  config = flags.CONFIG.value
-  begins = config.checkpoint.initialize_from or config.model.get("folder")
-  return flags.CHECKPOINT.value or flags.WORKDIR.value or begins or str(flags.workdir())
-
-
 def _planned(ready: Job, location: str, base: Base | None = None) -> tuple[export.Plan, str]:
   """Returns what is written, and what it is called.
 
@@ -91,7 +83,7 @@ def _planned(ready: Job, location: str, base: Base | None = None) -> tuple[expor
   ids = {"end": encoder.end, "start": encoder.start if encoder.has_bos else None}
   copies = run_tokenizer.contents(config)
   source = json.loads(copies.pop(hf_folder.CONFIG, b"{}"))
-  dtype = _dtype(source.get("dtype") or source.get("torch_dtype"), config)
+  dtype = _dtype(source.get("dtype") or source.get("torch_dtype"), config.training.parameter_dtype)
   ours, length = mup.plain_keys(config.model), config.data.sequence_length
   described = export.model_config(ours, length, dtype, **ids, source=source)
   model_type = described["model_type"]
@@ -121,12 +113,12 @@ def _adapter(ready: Job, base: Base | None, model_type: str, dtype: str) -> tupl
   return plan, f"the adapters of a {model_type} model in {dtype}"
 
 
-def _dtype(source: object, config: ConfigDict) -> str:
+def _dtype(source: object, own: str) -> str:
   """Returns the dtype of a model's weights: given, of the folder it came from, or its own."""
   if (given := flags.DTYPE.value) and given not in NAMES:
     near = nearest(given, NAMES)
     raise ValueError(f"--dtype={given!r}: one of {', '.join(NAMES)} is needed{near}")
-  return given or (source if source in NAMES else config.training.parameter_dtype)
+  return given or (source if source in NAMES else own)
 
 
 def _checkpoints(location: str) -> epath.Path | None:

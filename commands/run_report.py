@@ -72,10 +72,10 @@ class RunReport(Observer):
     self._step = step
     if not self._writes:
       return
-    from reports import run_layout  # of runs with a page alone
+    from reports import layout_page  # of runs with a page alone
 
     job = self._job
-    text = files.json_text(run_layout.content(job)) + "\n"
+    text = files.json_text(layout_page.stored_layout(job)) + "\n"
     try:
       files.replace(self._workdir / history.DRAWINGS, text, require=self._require)
     except OSError as error:
@@ -98,7 +98,7 @@ class RunReport(Observer):
     """Records the collectives of the step, and what the planner predicts for it."""
     if not self._writes:
       return
-    from planning import prediction  # as run_layout
+    from planning import prediction  # as layout_page
 
     rows = collectives.summarize(collectives.collectives(program.as_text(), self._job.mesh))
     try:

@@ -25,7 +25,7 @@ from processes.preemption import AGAIN_SECONDS, StopRequest
 from processes.watchdog import STARTING, Watchdog
 from runtime import exit_codes
 from runtime.printable import printable
-from training import restore, run_tokenizer
+from training import restore
 from training.metrics.console import say
 from training.setup import Job
 
@@ -44,13 +44,13 @@ def _prepare_prompts(watch: Watchdog) -> Callable[[], int]:
   prompts = flags.PROMPT.value
   if flags.PROMPT_FILE.value:
     prompts = flags.content(flags.PROMPT_FILE).splitlines()
-  ready = _job()
+  ready, location = build.of_checkpoint()
   asked = not prompts and current().alone and sys.stdin.isatty() and sys.stdout.isatty()
   request = _request(tuple(prompts or [""]), flags.MAX_NEW_TOKENS.value)
   # Of texts that are asked for in turn, each takes what is left of its row.
   spec = text_spec(ready.config)
   check(spec, dataclasses.replace(request, max_new_tokens=1) if asked else request)
-  model = _restored(ready, request.prompts)
+  model = _restored(ready, location, request.prompts)
 
   def run() -> int:
     if asked:
@@ -69,7 +69,8 @@ def _prepare_chat(watch: Watchdog) -> Callable[[], int]:
     turns = [line for line in _text(flags.PROMPT_FILE).splitlines() if line.strip()]
   _exclusive(flags.SYSTEM, flags.SYSTEM_FILE)
   system = _text(flags.SYSTEM_FILE) if flags.SYSTEM_FILE.value else flags.SYSTEM.value or ""
-  ready, limit = _job(), flags.MAX_NEW_TOKENS
+  ready, location = build.of_checkpoint()
+  limit = flags.MAX_NEW_TOKENS
   settings = _request((), limit.value if flags.given(limit) else 0)
   chats.prepare(text_spec(ready.config), settings, system)
   if not turns and not current().alone:
@@ -77,7 +78,7 @@ def _prepare_chat(watch: Watchdog) -> Callable[[], int]:
       f"--chat reads a terminal, and this run has {current().count} processes; give --prompt "
       f"(repeatable: the turns of one conversation)"
     )
-  model = _restored(ready, (turns, system))
+  model = _restored(ready, location, (turns, system))
 
   def run() -> int:
     watch.at("compiling", STARTING)
@@ -122,21 +123,11 @@ def _request(prompts: tuple[Prompt, ...], max_new_tokens: int) -> Request:
   )
 
 
-def _location() -> str:
-  return flags.CHECKPOINT.value or str(flags.workdir())
-
-
-def _job() -> Job:
-  run_tokenizer.adopt(flags.CONFIG.value, _location())
-  [ready] = build.prepare(flags.CONFIG)
-  return ready
-
-
-def _restored(ready: Job, prompts: object) -> TrainedModel:
+def _restored(ready: Job, location: str, prompts: object) -> TrainedModel:
   """Returns the checkpoint's model, once all processes are about to do the same with it."""
   digest = hashlib.sha256(repr(prompts).encode()).hexdigest()[:16]
   preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more={"prompts": digest})
-  _, params, variables = restore.model_state(ready, _location())
+  _, params, variables = restore.model_state(ready, location)
   return TrainedModel(ready, params, variables)
 
 

@@ -35,7 +35,7 @@ from interop import hf_config, hf_folder, name_maps, peft_adapter, read_weights,
 from interop.hf_folder import CONFIG
 from interop.hf_parts import UNSCALED, named_scaling
 from interop.safetensors_file import WeightFile, Writer
-from models import lora
+from models import layers
 from models.spec import LORA_A, LORA_B, DecoderSpec
 from partitioning.rules import named_leaves
 from runtime import files
@@ -490,7 +490,7 @@ class Fetcher:
       for dim, index in enumerate(place):
         arrays = {n: jax.lax.dynamic_slice_in_dim(x, index, 1, dim) for n, x in arrays.items()}
       if len(arrays) > 1:
-        arrays = named_leaves(lora.merge(self._spec, nested(arrays)))
+        arrays = named_leaves(layers.merge_adapters(self._spec, nested(arrays)))
       one = arrays[name].reshape(arrays[name].shape[indices:])
       return one.astype(wanted) if narrower else one
 

@@ -307,8 +307,16 @@ class Part:
   column: int = 0
   matrix: int | None = None
 
-  def along(self, first: int, stop: int) -> slice:
-    """Returns where its elements from `first` to `stop` are along the tensor's fused axis."""
+  def along(self, first: int, stop: int, joined: bool = True) -> slice:
+    """Returns where its elements from `first` to `stop` are along an axis of the tensor.
+
+    Args:
+      first: of its elements.
+      stop: behind the last of them.
+      joined: whether the tensor's parts are joined along this axis.
+    """
+    if not joined:
+      return slice(first, stop, 1)
     end = self.start + (stop - 1) * self.step + 1
     return slice(self.start + first * self.step, end, self.step)
 

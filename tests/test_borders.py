@@ -43,14 +43,13 @@ OPTIONAL = {
   "partitioning.parallel.expert_exchange",
   "partitioning.parallel.pipeline",
   "training.parity",
-  "partitioning.parallel.expert_rows",
-  "partitioning.parallel.grouped_matmul",
   "input_pipeline.tfds",
   "input_pipeline.text.chat_template",
   "input_pipeline.text.library_tokenizers",
   "input_pipeline.text.train_tokenizer",
   "training.optimizers.muon",
   "training.optimizers.soap",
+  "training.metrics.built_in_sinks",
   "training.optimizers.first_order",
   "training.optimizers.low_precision",
   "training.optimizers.host_state",
@@ -59,6 +58,14 @@ OPTIONAL = {
   # What connects several processes.
   *("processes.crash_output", "processes.heartbeat", "processes.jax_internals"),
   *("processes.listening", "processes.rendezvous", "processes.stragglers", "processes.tokens"),
+  "models.blockwise_attention",
+  "models.splash_attention",
+  "models.vit",
+  "partitioning.parallel.attention_blocks",
+  "partitioning.parallel.collective_matmul",
+  "partitioning.parallel.eight_bit",
+  "partitioning.parallel.ring_attention",
+  "partitioning.parallel.splash_kernel",
 }
 
 

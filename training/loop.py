@@ -147,7 +147,7 @@ class Run:
       late=0 if job.devices.simulated else 1, check=self._bad_steps.check
     )
     self._stack = stack
-    self._debug_nans = DebugNans(job)
+    self._debug_nans = DebugNans(job.compile, job.mesh)
     stack.enter_context(without_debug_checks())
     self._interrupted = start.step > 0 and self.evaluation_due() and not start.is_evaluated()
     self._writer = stack.enter_context(

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from input_pipeline.ramp import Shape
-from models.decoder_flops import active_elements
+from models.transformer import active_elements
 from partitioning import shardings
 from partitioning.constraints import ActivationLayout, activation_layout
 from partitioning.dims import Legend, Table

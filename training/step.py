@@ -11,16 +11,14 @@ import optax
 from etils import epy
 from flax import nnx
 
-from models import MODELS, check_network, expert_sums, load_balance
+from models import MODELS, check_network, load_balance
 from models.layer_stack import STACKS
 from models.load_balance import COUNTS
 from models.losses import Batch, Sums
 from models.spec import EXPERTS
 from partitioning.constraints import automatic_spec, on_one_device
-from partitioning.dtypes import wide_dtype
-from partitioning.parallel import eight_bit
-from partitioning.parallel.batch_region import summed_over_batch_parts
-from partitioning.parallel.gathered_parameters import GatheredOnce
+from partitioning.dtypes import advanced_history, is_history, wide_dtype
+from partitioning.parallel.manual_region import GatheredOnce, summed_over_batch_parts
 from partitioning.parallel.pipeline_schedule import Schedule
 from partitioning.rules import letters_of, named_leaves
 from training import gradients
@@ -162,15 +160,15 @@ class Program:
     are stored in bfloat16.
     """
     trained, frozen = self.split(params)
-    history, others = split(variables or {}, eight_bit.is_history)
+    history, others = split(variables or {}, is_history)
     given = dict(batch), merged(wide(trained), history), frozen, others, key
     (grads, means), others = self._of_batch(batch["weights"].size)(*given)
     if self.spec.gradient_accumulation_steps > 1:
       # Otherwise XLA would shard the sums for the norm, compute parameters and optimizer state with
       # that sharding, and all-gather each of them at the end.
       grads = self.laid_out(grads)
-    seen, grads = split(grads, eight_bit.is_history)
-    variables = merged(jax.tree.map(eight_bit.advanced, history, seen), others)
+    seen, grads = split(grads, is_history)
+    variables = merged(jax.tree.map(advanced_history, history, seen), others)
     scale = 1 / means.pop("weight")
     return grads, gradients.each(lambda x: x * scale, means), scale, variables
 
@@ -407,4 +405,4 @@ def as_metrics(means: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
   """Returns the means of a step, with the experts' shares in place of their counts."""
   found = dict(means)
   counts = found.pop(COUNTS, None)
-  return found if counts is None else {**found, **expert_sums.shares(counts)}
+  return found if counts is None else {**found, **load_balance.shares(counts)}

@@ -347,11 +347,11 @@ def test_jax_debug_infs_finds_what_is_infinite_alone(debug):
   state = first_state(job)
   metrics = {"loss": jnp.ones(())}
   infinite, nan = (dict(metrics, own=jnp.full((), value)) for value in (math.inf, math.nan))
-  DebugNans(job).after_step(1, state, infinite)
+  DebugNans(job.compile, job.mesh).after_step(1, state, infinite)
   debug("jax_debug_infs")
-  DebugNans(job).after_step(1, state, metrics)
-  DebugNans(job).after_step(1, state, nan)
+  DebugNans(job.compile, job.mesh).after_step(1, state, metrics)
+  DebugNans(job.compile, job.mesh).after_step(1, state, nan)
   with pytest.raises(
     TrainingStoppedError, match=r"step 2: JAX_DEBUG_INFS has found own \(1 of 1 el"
   ):
-    DebugNans(job).after_step(2, state, infinite)
+    DebugNans(job.compile, job.mesh).after_step(2, state, infinite)

@@ -144,7 +144,7 @@ def test_rows_have_the_sides_apart(tmp_path):
   [
     (PAIRS, {"data.packing": "best_fit"}, "a row of data=preferences is one pair; take none"),
     (PAIRS, {"training.dpo_beta": 0.0}, r"training\.dpo_beta=0\.0: above 0"),
-    (PAIRS, {"training.dpo_label_smoothing": 0.5}, "from 0 to below 0.5"),
+    (PAIRS, {"training.dpo_label_smoothing": 0.5}, "at least 0 and below 0.5"),
     (PAIRS, {"training.z_loss": 1e-4}, "the task dpo does not use it"),
     ("lm", {"training.dpo_beta": 0.5}, "the task causal_lm does not use it"),
     ("lm", {"data.name": "preferences"}, "preferences and dpo go together; choose --config=FILE"),
