@@ -57,7 +57,8 @@ OPTIONAL = {
   "partitioning.parallel.whole_matrices",
   # What connects several processes.
   *("processes.crash_output", "processes.heartbeat", "processes.jax_internals"),
-  *("processes.listening", "processes.rendezvous", "processes.stragglers", "processes.tokens"),
+  *("processes.listening", "processes.preflight", "processes.rendezvous"),
+  *("processes.stragglers", "processes.tokens"),
   "models.blockwise_attention",
   "models.splash_attention",
   "models.vit",

@@ -17,8 +17,7 @@ from input_pipeline.ramp import Ramp
 from input_pipeline.row_source import check_ids, open_source
 from input_pipeline.source import Source
 from input_pipeline.text import files
-from processes import preflight
-from processes.coordination import Group, NotTogetherError, current
+from processes.coordination import Group, current
 from training.metrics.console import preparing, say_wrapped
 from training.tasks import TASKS
 
@@ -206,16 +205,13 @@ def sharing(job: "setup.Job", group: Group | None = None) -> Sharing:
   """Returns how the processes share the reading of all rows of a split.
 
   They wait for the slowest as long as a start may take, plus four times as long as they took; then
-  NotComeError names those that are missing.
+  NotTogetherError names those that are missing.
   """
   group, began = group or current(), time.monotonic()
   patience = job.config.processes.start_timeout_seconds
 
   def gather(value: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     seconds = patience + 4 * (time.monotonic() - began)
-    try:
-      return group.gather("reading all rows", value, timeout_seconds=seconds)
-    except NotTogetherError as error:
-      raise preflight.NotComeError(str(error)) from error
+    return group.gather("reading all rows", value, timeout_seconds=seconds)
 
   return Sharing(group.index, group.count, gather)
