@@ -25,7 +25,7 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks.timing import job_of
-from partitioning.parallel import rounding
+from partitioning.parallel import eight_bit
 from partitioning.rules import named_leaves
 from runtime import devices
 from training import setup, splits
@@ -56,20 +56,20 @@ def variant_job(variant: str, seed: int, **changes) -> setup.Job:
 @contextlib.contextmanager
 def rounding_dw_too(variant: str) -> Iterator[None]:
   """Rounds the operands of dW too, where the variant says so."""
-  original = rounding.dot
+  original = eight_bit.contracted_in_8_bits
 
   def dot(a, b, contracted, dtype, *, precise=False):
     if not precise:
       return original(a, b, contracted, dtype)
     (a, of_a), (b, of_b) = (
-      rounding.rounded(x, dims, (), jnp.int8, ())
+      eight_bit.rounded_to_8_bits(x, dims, (), jnp.int8, ())
       for x, dims in zip((a, b), contracted, strict=True)
     )
     found = original(a, b, contracted, jnp.float32)
     of_a = of_a.reshape(*of_a.shape[2:], *(1,) * (of_b.ndim - 2))
     return (found * of_a * of_b.reshape(*(1,) * (a.ndim - 2), *of_b.shape[2:])).astype(dtype)
 
-  with mock.patch.object(rounding, "dot", dot if "too" in variant else original):
+  with mock.patch.object(eight_bit, "contracted_in_8_bits", dot if "too" in variant else original):
     yield
 
 

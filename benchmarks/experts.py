@@ -22,8 +22,7 @@ from absl import app, flags
 
 from benchmarks.timing import in_turns
 from partitioning.parallel import expert_exchange
-from partitioning.parallel.expert_exchange import Exchange
-from partitioning.parallel.grouped_matmul import grouped_matmul
+from partitioning.parallel.expert_exchange import Exchange, grouped_matmul
 
 _TOKENS = flags.DEFINE_integer("layer_tokens", 4096, "Tokens.", 1)
 _WIDTH = flags.DEFINE_integer("layer_width", 256, "Width of the residual.", 1)

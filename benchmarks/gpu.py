@@ -25,16 +25,29 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from typing import Any
 
+import jax
+import numpy as np
 from absl import app, flags
+
+from benchmarks import gpu_protocol, timing
+from configs import single
+from configs.schema import finalize, validate
+from models import model_spec
+from partitioning.rules import named_leaves
+from runtime import chips, devices
+from training import setup
+from training.setup import Job
 
 _MODELS = flags.DEFINE_list("gpu_models", "gpt2_124m,llama_1b", "Of MODELS.")
 TURNS = flags.DEFINE_integer("turns", 8, "Turns of each.", 1)
 STEPS = flags.DEFINE_integer("turn_steps", 20, "Steps of a turn.", 1)
 PYTHON = flags.DEFINE_string("torch_python", sys.executable, "The Python that has PyTorch.")
 _TRACE = flags.DEFINE_string("trace", None, "Writes a trace of a turn of ours to this folder.")
+_SIDE = flags.DEFINE_bool("side", False, "Is the application's side, started by this command.")
 _SMALL = flags.DEFINE_bool("small", False, "Small models, for a CPU.")
 _COMPILE = flags.DEFINE_bool("torch_compile", True, "Whether PyTorch compiles.")
 
@@ -127,11 +140,13 @@ def job(name: str, folder: str) -> dict:
 class Process:
   """A side in a process of its own."""
 
-  def __init__(self, python: str, module: str, told: dict, cores: Iterable[int] | None = None):
+  def __init__(
+    self, python: str, module: str, told: dict, cores: Iterable[int] | None, *options: str
+  ):
     """Starts it, on some of the processor's cores, and waits until it has compiled."""
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     self._process = subprocess.Popen(
-      [python, "-m", module],
+      [python, "-m", module, *options],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       cwd=ROOT,
@@ -165,26 +180,52 @@ class Process:
     self._process.wait()
 
 
-def measure(name: str) -> bool:
-  """Prints the lines of a model; returns whether both trained the same model."""
+def beside(
+  told: dict, steps: int, cores: Iterable[int] | None = None, trace: str | None = None, **more: Any
+) -> tuple[list[tuple[dict, dict]], tuple[dict, dict]]:
+  """Returns the turns of both sides, which alternate, and their facts: ours first.
+
+  Args:
+    told: see benchmarks/gpu_protocol.py; where parameters are and PyTorch's sizes are added.
+    steps: of a turn.
+    cores: of the processor that both may use.
+    trace: where a trace of a last turn of ours is written.
+    **more: of each turn.
+  """
   with contextlib.ExitStack() as stack:
-    told = job(name, stack.enter_context(tempfile.TemporaryDirectory()))
-    ours = Process(sys.executable, "benchmarks.gpu_ours", told)
+    told["parameters"] = stack.enter_context(tempfile.TemporaryDirectory())
+    ours = Process(sys.executable, "benchmarks.gpu", told, cores, "--side")
     stack.callback(ours.close)
     told["sizes"] = ours.facts()["sizes"]
-    reference = Process(PYTHON.value, "benchmarks.gpu_torch", told)
+    reference = Process(PYTHON.value, "benchmarks.gpu_torch", told, cores)
     stack.callback(reference.close)
-    turns = [(ours.run(STEPS.value), reference.run(STEPS.value)) for _ in range(TURNS.value)]
-    if _TRACE.value:
-      ours.run(STEPS.value, trace=_TRACE.value)
-    return report(name, turns, (ours.facts(), reference.facts()), STEPS.value)
+    turns = [
+      tuple(side.run(steps, **more) for side in (ours, reference)) for _ in range(TURNS.value)
+    ]
+    if trace:
+      ours.run(steps, trace=trace)
+    return turns, (ours.facts(), reference.facts())
+
+
+def agree(name: str, ours: float, other: float) -> bool:
+  """Returns whether two losses are of the same training, and says so where they are not."""
+  if abs(ours - other) <= TOLERANCE * abs(other):
+    return True
+  print(f"{name}: the losses differ by more than {TOLERANCE} of them", file=sys.stderr)
+  return False
+
+
+def measure(name: str) -> bool:
+  """Prints the lines of a model; returns whether both trained the same model."""
+  turns, facts = beside(job(name, ""), STEPS.value, trace=_TRACE.value)
+  return report(name, turns, facts, STEPS.value)
 
 
 def report(name: str, turns: list[tuple[dict, dict]], facts: tuple[dict, dict], steps: int) -> bool:
   """Prints what was measured; returns whether parameters and losses agree."""
   own = facts[0]
   tokens = own["rows"] * own["sizes"]["length"]
-  ratio = statistics.median(a["seconds"] / b["seconds"] for a, b in turns)
+  ratio = timing.ratio(*([one["seconds"] for one in runs] for runs in zip(*turns, strict=True)))
   print(f"ratio {ratio:.3f}  ({name}: {own['rows']} rows, {tokens:,} tokens, {own['device']})")
   for side, fact, runs in zip(("ours", "PyTorch"), facts, zip(*turns, strict=True), strict=True):
     seconds = statistics.median(one["seconds"] for one in runs) / steps
@@ -198,16 +239,126 @@ def report(name: str, turns: list[tuple[dict, dict]], facts: tuple[dict, dict], 
   if counts[0] != counts[1]:
     print(f"{name}: {counts[0]:,} parameters, and PyTorch has {counts[1]:,}", file=sys.stderr)
     return False
-  losses = [one["loss"] for one in turns[-1]]
-  if abs(losses[0] - losses[1]) > TOLERANCE * abs(losses[1]):
-    print(f"{name}: the losses differ by more than {TOLERANCE} of them", file=sys.stderr)
-    return False
-  return True
+  return agree(name, *(one["loss"] for one in turns[-1]))
+
+
+# ---- The application's side: its step, as a run compiles it, in a process of its own ----
+
+
+def prepare(recipe: str, overrides: dict, one: devices.Devices | None = None) -> Job:
+  """Returns the job of a recipe on one device; None: the one that is there."""
+  config = single.get_config(recipe)
+  config.update_from_flattened_dict(overrides)
+  if one is None:
+    [one] = devices.start(config.mesh.to_dict(), slices=[config.mesh_dcn.to_dict()])
+  config, choices = finalize.with_choices(
+    config, one.platform, one.sizes, devices.compute_capability(one)
+  )
+  validate.check(config, one.sizes)
+  return setup.prepare(config, one, choices)
+
+
+def sizes(job: Job, family: str) -> dict:
+  """Returns the sizes of a job's model as benchmarks/gpu_protocol.py has them."""
+  m = job.config.model
+  return {
+    "family": family,
+    "width": m.model_size,
+    "layers": m.layers,
+    "heads": m.heads,
+    "kv_heads": m.kv_heads,
+    "head_size": m.head_size,
+    "feedforward": m.feedforward_size,
+    "vocabulary": job.state.params["embed"]["table"].shape[0],
+    "length": job.config.data.sequence_length,
+    "rotary_base": m.rotary_base,
+    "epsilon": m.norm_epsilon,
+    "activation": m.activation,
+    "biases": m.biases != "none",
+  }
+
+
+def save(job: Job, folder: pathlib.Path) -> None:
+  """Writes the parameters that both sides start from, one .npy file each."""
+  for name, array in named_leaves(job.initial_state().params).items():
+    np.save(folder / f"{name.replace('/', '.')}.npy", np.asarray(array))
+
+
+class Side:
+  """A job, its state and its batches."""
+
+  def __init__(self, description: dict):
+    """Compiles the step and initializes the state; see benchmarks/gpu_protocol.py."""
+    self._job = prepare(description["recipe"], description["overrides"])
+    description["sizes"] = self._sizes = sizes(self._job, description["family"])
+    save(self._job, pathlib.Path(description["parameters"]))
+    self._step = self._job.compile_train_step().function
+    self._state = self._job.initial_state()
+    self._description, self._batch = description, gpu_protocol.train_batch(description)
+    self._evaluate = None if description["text"] is None else self._job.compile_eval_step().function
+    self._done = 0
+
+  def _placed(self, pair: tuple[np.ndarray, np.ndarray]) -> dict[str, jax.Array]:
+    """Returns a batch on the device."""
+    fields = dict(zip(("tokens", "targets"), pair, strict=True))
+    fields["weights"] = np.ones(pair[0].shape, np.float32)
+    found = {
+      name: fields.get(name, np.zeros(array.shape, array.dtype))
+      for name, array in self._job.batch.items()
+    }
+    return jax.device_put(found, self._job.batch_shardings)
+
+  def run(self, steps: int, trace: str = "", validate: bool = False) -> dict:
+    """Runs some steps; see benchmarks/gpu_protocol.py."""
+    with jax.profiler.trace(trace) if trace else contextlib.nullcontext():
+      found = self._run(steps)
+    if validate:
+      batches = map(self._placed, gpu_protocol.validation_batches(self._description))
+      sums = [self._evaluate(self._state.params, batch) for batch in batches]
+      losses = [float(one["loss"] / one["weight"]) for one in sums]
+      found["validation"] = sum(losses) / len(losses)
+    return found
+
+  def _run(self, steps: int) -> dict:
+    jax.block_until_ready(self._state)
+    began = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+      self._state, metrics = self._step(self._state, self._placed(self._batch(self._done)))
+      if self._job.devices.simulated:  # as in a run
+        jax.block_until_ready(metrics)
+      self._done += 1
+    last = float(metrics["loss"])  # waits for the device
+    seconds, processor = time.perf_counter() - began[0], time.process_time() - began[1]
+    return {"seconds": seconds, "processor": processor, "loss": last}
+
+  def facts(self) -> dict:
+    """Returns versions, sizes, what was chosen, and the FLOPs of a step and of the device."""
+    job, device = self._job, self._job.mesh.devices.flat[0]
+    counted = named_leaves(job.state.params).values()
+    rows = job.config.data.global_batch_size
+    return {
+      "library": f"jax {jax.__version__}",
+      "device": device.device_kind,
+      "parameters": sum(int(np.prod(array.shape)) for array in counted),
+      "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use", 0),
+      "sizes": self._sizes,
+      "rows": rows,
+      "flops": [
+        rows * model_spec(job.config).train_flops_per_example(causal=causal)
+        for causal in (False, True)
+      ],
+      "peak_flops": chips.peak_flops(device),
+      "chosen": {one.key: one.value for one in job.choices},
+      "compiler_options": job.compiler_defaults,
+    }
 
 
 def main(argv: list[str]) -> int:
-  """Measures every model; returns the exit code."""
+  """Measures every model; returns the exit code. With --side, answers as a side instead."""
   del argv
+  if _SIDE.value:
+    gpu_protocol.serve(Side)
+    return 0
   if unknown := [name for name in _MODELS.value if name not in MODELS]:
     raise app.UsageError(f"--gpu_models={unknown[0]}: one of {', '.join(MODELS)}")
   good = [measure(name) for name in _MODELS.value]

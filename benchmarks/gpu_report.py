@@ -151,7 +151,8 @@ def attention() -> list[dict[str, Any]]:
   import jax
   import jax.numpy as jnp
 
-  from models import attention_tiles, blockwise_attention, cudnn_attention
+  from models import blockwise_attention
+  from models.attention import DEFAULT_TILES
   from partitioning.constraints import activation_layout
   from partitioning.mesh import make_mesh
   from partitioning.mesh_sizes import AXES
@@ -173,14 +174,16 @@ def attention() -> list[dict[str, Any]]:
     slots_BT = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
     kernels = {
       "blockwise": lambda q, k, v, slots=slots_BT: blockwise_attention.attention(
-        *(q, k, v, slots), complete=True, blocks=attention_tiles.DEFAULT.blockwise
+        *(q, k, v, slots), complete=True, blocks=DEFAULT_TILES.blockwise
       ),
       "jax.nn xla": lambda q, k, v: jax.nn.dot_product_attention(
         q, k, v, is_causal=True, implementation="xla"
       ),
     }
     if there.platform == "gpu":
-      kernels["cudnn"] = lambda q, k, v, slots=slots_BT: cudnn_attention.attention(q, k, v, slots)
+      kernels["cudnn"] = lambda q, k, v, slots=slots_BT: blockwise_attention.cudnn_attention(
+        q, k, v, slots
+      )
     for name, function in kernels.items():
       row = {"kernel": name, "rows": rows, "tokens": length, "heads": heads, "head size": size}
       scores = 4 * rows * heads * length**2
@@ -241,14 +244,12 @@ def start() -> dict[str, Any]:
 
 def float8() -> dict[str, Any]:
   """Returns tokens per second and the loss of llama_1b in bfloat16 and with 8-bit matmuls."""
-  from benchmarks import gpu_ours
-
   found, steps = {}, 2 if SMALL.value else 20
   for dtype in ("compute", "float8"):
     with tempfile.TemporaryDirectory() as folder:
       told = gpu.job("llama_1b", folder)
       told["overrides"] = {**told["overrides"], "training.matmul_dtype": dtype}
-      side = gpu_ours.Side(told)
+      side = gpu.Side(told)
       side.run(2)
       runs = [side.run(steps) for _ in range(3)]
       seconds = statistics.median(one["seconds"] for one in runs) / steps

@@ -45,7 +45,7 @@ def chart(title: str, x: str = "step") -> Iterator[tuple[Axes, io.StringIO]]:
   with matplotlib.rc_context(STYLE):
     figure = Figure(figsize=(7.6, 3.2), layout="constrained")
     axes = figure.subplots()
-    axes.set_title(title, weight="semibold")
+    axes.set_title(title, weight="bold")
     axes.set_xlabel(x)
     axes.grid(axis="y", color="#d0d7de", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)

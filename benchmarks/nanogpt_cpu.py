@@ -16,17 +16,15 @@ two validation losses differ by more than 2 %: then they do not train the same m
 """
 
 import collections
-import contextlib
 import os
 import pathlib
 import statistics
-import sys
 import tempfile
 
 import numpy as np
 from absl import app, flags
 
-from benchmarks import gpu
+from benchmarks import gpu, timing
 
 flags.set_default(gpu.TURNS, 10)
 flags.set_default(gpu.STEPS, 200)
@@ -105,22 +103,13 @@ def measure(name: str, text: pathlib.Path, cores: int) -> bool:
   """Prints the times and the loss curves of a model; returns whether the losses agree."""
   steps = max(1, gpu.STEPS.value // MODELS[name][4])
   which = sorted(os.sched_getaffinity(0))[:cores]
-  with contextlib.ExitStack() as stack:
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
-    told = job(name, text, folder, gpu.TURNS.value * steps + 2)  # two compile
-    ours = gpu.Process(sys.executable, "benchmarks.gpu_ours", told, which)
-    stack.callback(ours.close)
-    facts = ours.facts()
-    told["sizes"] = facts["sizes"]
-    reference = gpu.Process(gpu.PYTHON.value, "benchmarks.gpu_torch", told, which)
-    stack.callback(reference.close)
-    turns = [
-      tuple(side.run(steps, validate=True) for side in (ours, reference))
-      for _ in range(gpu.TURNS.value)
-    ]
-    libraries = facts["library"], reference.facts()["library"]
-  of_processor = statistics.median(a["processor"] / b["processor"] for a, b in turns)
-  ratio = statistics.median(a["seconds"] / b["seconds"] for a, b in turns)
+  told = job(name, text, "", gpu.TURNS.value * steps + 2)  # two compile
+  turns, (facts, reference) = gpu.beside(told, steps, which, validate=True)
+  libraries = facts["library"], reference["library"]
+  ratio, of_processor = (
+    timing.ratio(*([one[clock] for one in runs] for runs in zip(*turns, strict=True)))
+    for clock in ("seconds", "processor")
+  )
   print(f"ratio {ratio:.3f}  ({name}, {len(which)} cores, {facts['parameters']:,} parameters)")
   print(f"  ratio of processor times {of_processor:.3f}; {facts['compiler_options']}")
   for side, runs in zip(libraries, zip(*turns, strict=True), strict=True):
@@ -136,11 +125,7 @@ def measure(name: str, text: pathlib.Path, cores: int) -> bool:
       f"{b['validation']:9.4f}",
       flush=True,
     )
-  last, other = (one["validation"] for one in turns[-1])
-  if abs(last - other) <= gpu.TOLERANCE * other:
-    return True
-  print(f"{name}: the losses differ by more than {gpu.TOLERANCE} of them", file=sys.stderr)
-  return False
+  return gpu.agree(name, *(one["validation"] for one in turns[-1]))
 
 
 def main(argv: list[str]) -> int:

@@ -199,10 +199,10 @@ def last_loss(ready: setup.Job, data: splits.Data) -> float:
   with tempfile.TemporaryDirectory() as folder:
     workdir = epath.Path(folder)
     with open(workdir / "stdout.txt", "w") as file, contextlib.redirect_stdout(file):
-      start = restore.begin(ready, workdir, record={})
+      start = restore.RunCheckpoints(ready, workdir).begin({})
       start.checkpointer.start_writing()
       with Watchdog(current(), StopRequest()) as watch:
-        loop.train(ready, data, start, workdir, watch, started=time.monotonic())
+        loop.train(data, start, watch, started=time.monotonic())
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
   [loss] = [x["loss"] for x in lines if x["step"] == ready.config.training.steps and "loss" in x]
   return loss

@@ -1,4 +1,4 @@
-"""Times block sizes of attention on the device at hand; prints a row of models/attention_tiles.py.
+"""Times block sizes of attention on the device at hand; prints a row of models/attention.py.
 
   python -m benchmarks.tune [--rows=2] [--length=2048] [--heads=4] [--head_size=64]
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from absl import app, flags
 
 from benchmarks.timing import in_turns, resolved
-from models import attention_tiles, blockwise_attention, model_spec, splash_attention
+from models import attention, blockwise_attention, model_spec, splash_attention
 from partitioning.constraints import activation_layout
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
@@ -102,11 +102,11 @@ def main(argv: list[str]) -> int:
     kernel: min((one for one in best if one[0] == kernel), key=best.get)[1]
     for kernel in {one[0] for one in best}
   }
-  default = attention_tiles.DEFAULT
+  default = attention.DEFAULT_TILES
   size = fastest.get("blockwise", default.blockwise[0])
   splash = fastest.get("splash", default.splash)
   print(
-    f"\nthe row for TILES in models/attention_tiles.py:\n  {device.device_kind.lower()!r}: "
+    f"\nthe row for TILES in models/attention.py:\n  {device.device_kind.lower()!r}: "
     f'Tiles(({size}, {size}), {splash}, "measured by benchmarks/tune.py"),'
   )
   return 0

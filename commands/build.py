@@ -10,7 +10,7 @@ from commands import config_flag, flags
 from configs.schema import finalize, model_checks, validate
 from processes.coordination import current
 from runtime import compilation_cache, devices
-from training import setup
+from training import run_tokenizer, setup
 
 
 def prepare(*config_flags_given, proof: bool = False) -> list[setup.Job]:
@@ -27,6 +27,18 @@ def prepare(*config_flags_given, proof: bool = False) -> list[setup.Job]:
         validate.reset_optimizer(config)
     jobs.append(job(config, its_devices))
   return jobs
+
+
+def of_checkpoint(location: str = "") -> tuple[setup.Job, str]:
+  """Returns the job of --config, with the tokenizer of a checkpoint, and where that is.
+
+  Args:
+    location: of the checkpoint; "": that of --checkpoint, or of the workdir.
+  """
+  location = location or flags.CHECKPOINT.value or str(flags.workdir())
+  run_tokenizer.adopt(flags.CONFIG.value, location)
+  [ready] = prepare(flags.CONFIG)
+  return ready, location
 
 
 def start_devices(*configs: ConfigDict) -> list[devices.Devices]:

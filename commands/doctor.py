@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import humanize
 from etils import epath
-from ml_collections import ConfigDict
 
 from commands import flags, help, machine, session, start_facts
 from commands.machine import OK, WARNING, WRONG, Finding, ok, wrong
@@ -25,91 +24,114 @@ _ERRORS = (ValueError, OSError, RuntimeError)
 
 def run() -> int:
   """Checks the installation; returns 0, or 3 where something is wrong."""
-  config = flags.CONFIG.value or base.get_config(mesh={"data": -1})
-  workdir = flags.workdir() if flags.CONFIG.value or flags.WORKDIR.value else epath.Path("runs")
-  simulated = devices.simulates(flags.SIMULATE.value)
-  hardware = None if simulated else devices.hardware()
-  report = _Report(config.processes.start_timeout_seconds)
-  network = list(machine.check_network())
-  report.add("packages", machine.check_versions(hardware))
-  report.add("this machine", machine.check_limits(hardware))
-  report.add("folders", _folders(config, workdir))
-  report.add("network", network)
-  if bad := [one for one in network if one.status == WRONG]:
-    coordination.refuse(bad[0].what, workdir)  # the others need not wait
+  return _Checkup().run()
+
+
+class _Checkup:
+  """The checks of an installation, for the config and the workdir of the command line, if any."""
+
+  def __init__(self):
+    self._config = flags.CONFIG.value or base.get_config(mesh={"data": -1})
+    given = flags.CONFIG.value or flags.WORKDIR.value
+    self._workdir = flags.workdir() if given else epath.Path("runs")
+    self._report = _Report(self._config.processes.start_timeout_seconds)
+
+  def run(self) -> int:
+    """Makes the checks that need no other process, then joins the others; returns the exit code."""
+    hardware = None if devices.simulates(flags.SIMULATE.value) else devices.hardware()
+    report, network = self._report, list(machine.check_network())
+    report.add("packages", machine.check_versions(hardware))
+    report.add("this machine", machine.check_limits(hardware))
+    report.add("folders", self._folders())
+    report.add("network", network)
+    if bad := [one for one in network if one.status == WRONG]:
+      coordination.refuse(bad[0].what, self._workdir)  # the others need not wait
+      return report.end()
+    return session.with_others(self._config.processes, self._workdir, self._together)
+
+  def _folders(self) -> Iterator[Finding]:
+    yield from machine.check_folder(self._workdir, "workdir")
+    folders = {
+      "compilation_cache_dir": self._config.compilation_cache_dir,
+      "planning.cache_dir": self._config.planning.cache_dir,
+      "data.data_dir": self._config.data.data_dir,
+    }
+    for key, folder in folders.items():
+      if folder:
+        yield from machine.check_folder(epath.Path(folder), key)
+
+  def _together(self, watch: Watchdog) -> int:
+    """Checks what needs JAX and, where there are some, the other processes."""
+    group, report = watch.group, self._report
+    report.joined(group)
+    if not group.alone:
+      report.add("processes", self._processes(group))
+    watch.at("looking for devices", STARTING)
+    found, error = self._start(group)
+    started = group.all_true("devices", error is None, timeout_seconds=report.seconds)
+    if error is not None:
+      report.add("devices", [wrong(str(error))])
+      return report.end()
+    from commands import attached  # which import JAX
+
+    report.add("devices", attached.check_devices(found))
+    if not started:
+      return report.end()
+    watch.at("measuring collectives", STARTING)
+    links = list(attached.check_interconnect(_mesh(found), simulated=found.simulated))
+    # Times differ from process to process: of the others, what is wrong is of interest.
+    report.add("links", [one for one in links if group.first or one.status != OK])
+    if flags.CONFIG.value is not None:
+      watch.at("checking the config", STARTING)
+      report.add("config", self._layout(found))
     return report.end()
-  return session.with_others(
-    config.processes, workdir, lambda watch: _together(watch, config, workdir, report)
-  )
 
+  def _processes(self, group: Group) -> Iterator[Finding]:
+    yield from machine.check_clocks(group, timeout_seconds=self._report.seconds)
+    try:
+      facts = {"verb": "doctor", "workdir": str(self._workdir)}
+      start_facts.about_to_start({"config": self._config}, facts)
+      yield ok(f"{group.count} processes with the same command, code and packages")
+    except preflight.DifferenceError as error:
+      yield wrong(str(error))
+    try:
+      folder = machine.existing(self._workdir)
+      preflight.same_folder(group, folder, timeout_seconds=self._report.seconds)
+      yield ok(f"all processes see workdir {self._workdir}")
+    except (preflight.DifferenceError, OSError) as error:
+      yield wrong(str(error))
 
-def _folders(config: ConfigDict, workdir: epath.Path) -> Iterator[Finding]:
-  yield from machine.check_folder(workdir, "workdir")
-  caches = {"compilation_cache_dir": config.compilation_cache_dir}
-  caches["planning.cache_dir"] = config.planning.cache_dir
-  if config.data.data_dir:
-    caches["data.data_dir"] = config.data.data_dir
-  for key, folder in caches.items():
-    if folder:
-      yield from machine.check_folder(epath.Path(folder), key)
+  def _start(self, group: Group) -> tuple[devices.Devices | None, Exception | None]:
+    """Returns the devices, or why they did not start."""
+    slices = {axis: size for axis, size in self._config.mesh_dcn.items() if size != 1}
+    try:
+      [found] = devices.start(
+        self._config.mesh.to_dict(),
+        slices=[slices],
+        simulate=flags.SIMULATE.value,
+        processes=group.count,
+      )
+    except Exception as error:  # whatever JAX raises that is not installed as it should be
+      return None, error
+    return found, None
 
+  def _layout(self, found: devices.Devices) -> Iterator[Finding]:
+    """Yields whether the config, its layout and the space for checkpoints are as they should."""
+    import jax
 
-def _together(watch: Watchdog, config: ConfigDict, workdir: epath.Path, report: "_Report") -> int:
-  """Checks what needs JAX and, where there are some, the other processes."""
-  group = watch.group
-  report.joined(group)
-  if not group.alone:
-    report.add("processes", _processes(group, config, workdir))
-  watch.at("looking for devices", STARTING)
-  found, error = _start(config, group)
-  started = group.all_true("devices", error is None, timeout_seconds=report.seconds)
-  if error is not None:
-    report.add("devices", [wrong(str(error))])
-    return report.end()
-  from commands import attached  # which import JAX
+    from commands import build
 
-  report.add("devices", attached.check_devices(found))
-  if not started:
-    return report.end()
-  watch.at("measuring collectives", STARTING)
-  mesh = _mesh(found)
-  links = list(attached.check_interconnect(mesh, simulated=found.simulated))
-  # Times differ from process to process: of the others, what is wrong is of interest.
-  report.add("links", [one for one in links if group.first or one.status != OK])
-  if flags.CONFIG.value is not None:
-    watch.at("checking the config", STARTING)
-    report.add("config", _config(config, found, workdir))
-  return report.end()
-
-
-def _processes(group: Group, config: ConfigDict, workdir: epath.Path) -> Iterator[Finding]:
-  seconds = config.processes.start_timeout_seconds
-  yield from machine.check_clocks(group, timeout_seconds=seconds)
-  try:
-    start_facts.about_to_start({"config": config}, {"verb": "doctor", "workdir": str(workdir)})
-    yield ok(f"{group.count} processes with the same command, code and packages")
-  except preflight.DifferenceError as error:
-    yield wrong(str(error))
-  try:
-    preflight.same_folder(group, machine.existing(workdir), timeout_seconds=seconds)
-    yield ok(f"all processes see workdir {workdir}")
-  except (preflight.DifferenceError, OSError) as error:
-    yield wrong(str(error))
-
-
-def _start(config: ConfigDict, group: Group) -> tuple[devices.Devices | None, Exception | None]:
-  """Returns the devices, or why they did not start."""
-  slices = {axis: size for axis, size in config.mesh_dcn.items() if size != 1}
-  try:
-    [found] = devices.start(
-      config.mesh.to_dict(),
-      slices=[slices],
-      simulate=flags.SIMULATE.value,
-      processes=group.count,
-    )
-  except Exception as error:  # whatever JAX raises that is not installed as it should be
-    return None, error
-  return found, None
+    try:
+      job = build.job(self._config, found)
+    except _ERRORS as error:
+      yield wrong(str(error))
+      return
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(vars(job.state)))
+    size = humanize.naturalsize(state, binary=True)
+    yield ok(f"the layout is complete; a checkpoint has {size}")
+    kept = self._config.checkpoint.keep + 1  # while one more is written
+    folder = machine.existing(self._workdir)
+    yield from machine.space(folder, f"workdir {self._workdir}", kept * state)
 
 
 def _mesh(found: devices.Devices):
@@ -121,25 +143,6 @@ def _mesh(found: devices.Devices):
   count = len({getattr(device, "slice_index", 0) for device in jax.devices()})
   slices = found.slices or ({"data": count} if count > 1 else {})
   return make_mesh(found.sizes, slices=slices)
-
-
-def _config(config: ConfigDict, found: devices.Devices, workdir: epath.Path) -> Iterator[Finding]:
-  """Yields whether the config, its layout and the space for its checkpoints are as they should."""
-  import jax
-
-  from commands import build
-
-  try:
-    job = build.job(config, found)
-  except _ERRORS as error:
-    yield wrong(str(error))
-    return
-  state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(vars(job.state)))
-  size = humanize.naturalsize(state, binary=True)
-  yield ok(f"the layout is complete; a checkpoint has {size}")
-  kept = config.checkpoint.keep + 1  # while one more is written
-  space = machine.space(machine.existing(workdir), f"workdir {workdir}", kept * state)
-  yield from space
 
 
 # ------------------------------ what is printed ------------------------------

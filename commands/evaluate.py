@@ -1,15 +1,30 @@
 """The verb `evaluate`: a checkpoint on the validation split, or on the tasks of --tasks."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Sequence
 
-from commands import announce_data, build, flags, preflight_facts, score_tasks
-from processes.coordination import Lockstep
-from processes.watchdog import Watchdog
-from runtime import exit_codes
-from training import reference, restore, run_tokenizer, splits
+import rich.box
+from etils import epath
+from rich.console import Console
+from rich.table import Table
+
+from commands import build, flags, preflight_facts
+from inference import task_evaluation
+from inference.request import text_spec
+from inference.sampler import TrainedModel
+from inference.task_evaluation import Result
+from processes.coordination import Lockstep, current
+from processes.watchdog import EVALUATION, STARTING, Watchdog
+from runtime import exit_codes, files
+from training import reference, restore, splits
+from training.checkpointing import restore as checkpoints
 from training.evaluation import Evaluator
 from training.metrics.console import ProgressLine, say
+
+FOLDER = "tasks"  # of their results, in the workdir
 
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
@@ -18,10 +33,8 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   if keys.final_steps is None:
     keys.final_steps = 0  # what is derived is for the end of a run
   if flags.TASKS.value is not None:
-    return score_tasks.prepare(watch)
-  location = flags.CHECKPOINT.value or str(flags.workdir())
-  run_tokenizer.adopt(flags.CONFIG.value, location)
-  [ready] = build.prepare(flags.CONFIG)
+    return _prepare_tasks(watch)
+  ready, location = build.of_checkpoint()
   evaluation = splits.open_evaluation(ready)
   preflight_facts.about_to_run(
     ready, {"held out": evaluation.source}, flags.workdir(), writes=False
@@ -30,7 +43,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   evaluation = reference.attached_to_evaluation(ready, evaluation, location, watch)
 
   def run() -> int:
-    announce_data.bad(evaluation.source)
+    splits.announce_bad(evaluation.source)
     lockstep = Lockstep(watch.group, watch.stop)
     compiled = ready.compile_eval_step().function
     steps = ready.config.evaluation.final_steps
@@ -44,3 +57,99 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     return exit_codes.DONE
 
   return run
+
+
+# ------------------------------ tasks ------------------------------
+
+
+def _prepare_tasks(watch: Watchdog) -> Callable[[], int]:
+  """Scores a checkpoint on the tasks of --tasks."""
+  read = task_evaluation.read_tasks(flags.TASKS.value)
+  ready, location = build.of_checkpoint()
+  tasks = task_evaluation.encode(text_spec(ready.config), read)
+  digest = hashlib.sha256(repr(read).encode()).hexdigest()[:16]
+  preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more={"tasks": digest})
+  step, params, variables = restore.model_state(ready, location)
+  folder = _folder(location)
+  if current().first:
+    folder.mkdir(parents=True, exist_ok=True)
+
+  def run() -> int:
+    watch.at("compiling", STARTING)
+    lockstep = Lockstep(watch.group, watch.stop)
+    with ProgressLine(1) as progress:
+
+      def before(what: str, number: int, count: int) -> bool:
+        watch.at(f"{what}, batch {number + 1}: waiting for the other processes", EVALUATION)
+        if not lockstep.enter():
+          return False
+        generates = not what.startswith("scoring")  # as long as it takes
+        watch.at(f"{what}, batch {number + 1}", STARTING if generates else EVALUATION)
+        progress.evaluating(number, count)
+        return True
+
+      model = TrainedModel(ready, params, variables)
+      results = task_evaluation.evaluate(model, tasks, before)
+    if results is None:
+      return exit_codes.STOPPED
+    say(text(results, step))
+    if current().first:
+      write(folder, results, location, step)
+      say(f"results in {folder / f'{step}.json'}, each record in {folder}/{step}_NAME.jsonl")
+    return exit_codes.DONE
+
+  return run
+
+
+def _folder(location: str) -> epath.Path:
+  """Returns the folder of the results: in --workdir where it is given, else in the run's own."""
+  if flags.WORKDIR.value:
+    return flags.workdir() / FOLDER
+  try:
+    run, _ = checkpoints.parse_location(location)
+  except ValueError:  # a model folder, which is no run
+    return flags.workdir() / FOLDER
+  return (run.parent if run.name == checkpoints.FOLDER else run) / FOLDER
+
+
+def text(results: Sequence[Result], step: int) -> str:
+  """Returns the results as a table."""
+  table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+  for name in ("task", "records", "metric", "value", "standard error"):
+    table.add_column(name, justify="right" if name in ("records", "value") else "left")
+  for result in results:
+    first = (result.task.name, f"{len(result.samples):,}")
+    for name, metric in result.metrics.items():
+      error = "" if metric.standard_error is None else f"± {metric.standard_error:.4f}"
+      table.add_row(*first, name, f"{metric.value:.4f}", error)
+      first = ("", "")
+  console = Console(width=100, color_system=None, force_terminal=False, legacy_windows=False)
+  with console.capture() as captured:
+    console.print(table)
+  cut = [
+    f"{result.task.name}: in {result.truncated:,} of {len(result.samples):,} records the context "
+    f"is longer than a row of data.sequence_length; its beginning was cut off"
+    for result in results
+    if result.truncated
+  ]
+  lines = [line.rstrip() for line in captured.get().split("\n") if line.strip()]
+  return "\n".join([f"tasks after step {step}:", *lines, *cut])
+
+
+def write(folder: epath.Path, results: Sequence[Result], location: str, step: int) -> None:
+  """Writes the results as JSON, and what the model gave for each record as lines of JSON."""
+  listed = {
+    result.task.name: {
+      "file": result.task.path,
+      "kind": result.task.kind,
+      "records": len(result.samples),
+      "truncated": result.truncated,
+      "metrics": {name: dataclasses.asdict(metric) for name, metric in result.metrics.items()},
+    }
+    for result in results
+  }
+  for result in results:
+    lines = "".join(f"{json.dumps(sample)}\n" for sample in result.samples)
+    files.replace(folder / f"{step}_{result.task.name}.jsonl", lines)
+  about = {"checkpoint": location, "step": step, "tasks": listed}
+  files.replace(folder / f"{step}.json", files.json_text(about, indent=2) + "\n")

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 
 from etils import epath
-from ml_collections import ConfigDict
 
 from commands import build, flags, preflight_facts
 from input_pipeline.text import tokenizer
@@ -15,7 +14,7 @@ from models import model_spec, mup
 from partitioning.shardings import size_text
 from processes import preemption, preflight
 from processes.watchdog import STARTING, Watchdog
-from runtime import exit_codes, free_space
+from runtime import exit_codes, files
 from runtime.suggest import nearest
 from training import base_parameters, restore, run_tokenizer
 from training.base_parameters import Base
@@ -29,9 +28,9 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   """Exports the model of a checkpoint, or of checkpoint.initialize_from where no run is named."""
   if flags.TO.value is None:
     raise ValueError("export: name the folder to write with --to=FOLDER")
-  location = _location()
-  run_tokenizer.adopt(flags.CONFIG.value, location)
-  [ready] = build.prepare(flags.CONFIG)
+  given = flags.CONFIG.value
+  begins = given.checkpoint.initialize_from or given.model.get("folder") or ""
+  ready, location = build.of_checkpoint(flags.CHECKPOINT.value or flags.WORKDIR.value or begins)
   config = ready.config
   if config.model.name != "transformer":
     raise ValueError(
@@ -42,7 +41,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     raise ValueError("--merge: the model has no adapters (lora.rank=0); leave it out")
   plan, what = _planned(ready, location)
   folder = export.ExportFolder(export.check_folder(flags.TO.value, _checkpoints(location)))
-  free_space.require(folder.path, plan.bytes, "the export", "give another --to")
+  files.require_space(folder.path, plan.bytes, "the export", "give another --to")
   more = {"to": str(folder.final), "files": [file.header().hex()[:64] for file in plan.files]}
   preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more=more)
   step, params, _ = restore.model_state(ready, location)
@@ -61,13 +60,6 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     return exit_codes.DONE
 
   return run
-
-
-def _location() -> str:
-  """Returns where the parameters are: the run that is named, else where a new one would begin."""
-  config = flags.CONFIG.value
-  begins = config.checkpoint.initialize_from or config.model.get("folder")
-  return flags.CHECKPOINT.value or flags.WORKDIR.value or begins or str(flags.workdir())
 
 
 def _planned(ready: Job, location: str, base: Base | None = None) -> tuple[export.Plan, str]:
@@ -91,7 +83,7 @@ def _planned(ready: Job, location: str, base: Base | None = None) -> tuple[expor
   ids = {"end": encoder.end, "start": encoder.start if encoder.has_bos else None}
   copies = run_tokenizer.contents(config)
   source = json.loads(copies.pop(hf_folder.CONFIG, b"{}"))
-  dtype = _dtype(source.get("dtype") or source.get("torch_dtype"), config)
+  dtype = _dtype(source.get("dtype") or source.get("torch_dtype"), config.training.parameter_dtype)
   ours, length = mup.plain_keys(config.model), config.data.sequence_length
   described = export.model_config(ours, length, dtype, **ids, source=source)
   model_type = described["model_type"]
@@ -107,7 +99,7 @@ def _planned(ready: Job, location: str, base: Base | None = None) -> tuple[expor
 
 def _adapter(ready: Job, base: Base | None, model_type: str, dtype: str) -> tuple[export.Plan, str]:
   """Returns the plan of the adapters alone; raises ValueError where more than they was trained."""
-  adapters = {*base_parameters.adapters(ready)}
+  adapters = {*base_parameters.ParameterReader(ready).adapters}
   if others := sorted(ready.program.trained - adapters):
     raise ValueError(
       f"training.trainable: besides the adapters {len(others)} parameters were trained (such as "
@@ -121,12 +113,12 @@ def _adapter(ready: Job, base: Base | None, model_type: str, dtype: str) -> tupl
   return plan, f"the adapters of a {model_type} model in {dtype}"
 
 
-def _dtype(source: object, config: ConfigDict) -> str:
+def _dtype(source: object, own: str) -> str:
   """Returns the dtype of a model's weights: given, of the folder it came from, or its own."""
   if (given := flags.DTYPE.value) and given not in NAMES:
     near = nearest(given, NAMES)
     raise ValueError(f"--dtype={given!r}: one of {', '.join(NAMES)} is needed{near}")
-  return given or (source if source in NAMES else config.training.parameter_dtype)
+  return given or (source if source in NAMES else own)
 
 
 def _checkpoints(location: str) -> epath.Path | None:

@@ -28,7 +28,7 @@ from processes.coordination import current
 from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
 from runtime import devices
-from training import loop, restore, run_tokenizer, trained_tokenizer
+from training import loop, restore, run_tokenizer, splits
 from training.callbacks import Callback
 from training.metrics import log_lines
 from training.metrics.log_lines import FILE
@@ -65,7 +65,7 @@ def build(config: ConfigDict, simulate: bool = True) -> Job:
     RuntimeError: JAX has started with fewer devices than the mesh asks for, or on another platform.
   """
   config = copy.deepcopy(config)  # the caller's does not get the name of the trained tokenizer
-  trained_tokenizer.train_missing(config)
+  splits.train_missing_tokenizer(config)
   return building.job(config, _devices(config, simulate=simulate))
 
 
@@ -141,18 +141,16 @@ def train(job: Job, workdir: str | epath.Path, callbacks: Sequence[Callback] = (
   with watch:
     data, start = verb.open_run(job, folder, watch)
     with start.owner:
-      verb.write_files(job, data, folder, start.owner.require)
+      verb.write_files(data, start)
       start.checkpointer.start_writing()
-      if verb.finished(job, start, folder):
+      if verb.finished(start):
         start.checkpointer.close()
         end = loop.End(start.state, stopped=False)
       else:
         named = {f"callback {number}": one for number, one in enumerate(callbacks, 1)}
-        report = run_report.of(job, folder, start)
+        report = run_report.of(start)
         try:
-          end = loop.train(
-            job, data, start, folder, watch, started=began, more_callbacks=named, observer=report
-          )
+          end = loop.train(data, start, watch, started=began, more_callbacks=named, observer=report)
         except Exception as error:
           report.failed(error)
           raise

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 from etils import epath
@@ -80,10 +80,9 @@ def run(
   if kept and not debug and (kept / REPORT).exists():
     known = "cached plan of the same config, topology, code and versions"
     return _deliver(kept, workdir, f"{known}: {kept}")
-  with tempfile.TemporaryDirectory() as name, preemption.undone(lambda: shutil.rmtree(name)):
-    folder = pathlib.Path(name)
-    request = {"config": config, "topology": topology, "title": title, "simulate": simulate}
-    code = work({**request, "task": "plan", "command": command}, folder, debug=debug)
+  request = {"config": config, "topology": topology, "title": title, "simulate": simulate}
+  request |= {"task": "plan", "command": command}
+  with worked(request, debug=debug) as (folder, code):
     if code == 0:
       code = _deliver(folder, workdir)
       _keep(folder, kept)
@@ -111,10 +110,10 @@ def made(
   kept = place(config, topology, title)
   if kept and (kept / REPORT).exists():
     return json.loads((kept / "plan.json").read_text())
-  with tempfile.TemporaryDirectory() as name, preemption.undone(lambda: shutil.rmtree(name)):
-    folder = pathlib.Path(name)
-    request = {"config": config, "topology": topology, "title": title, "simulate": False}
-    if work({**request, "task": "plan", "command": command}, folder, label=label):
+  request = {"config": config, "topology": topology, "title": title, "simulate": False}
+  request |= {"task": "plan", "command": command}
+  with worked(request, label=label) as (folder, code):
+    if code:
       raise exit_codes.RetryableError(last_line(folder))
     _keep(folder, kept)
     return json.loads((folder / "plan.json").read_text())
@@ -129,6 +128,16 @@ def printed(folder: pathlib.Path) -> str:
 def last_line(folder: pathlib.Path) -> str:
   """Returns the last line of what a worker that failed has printed."""
   return next((line for line in reversed(printed(folder).splitlines()) if line.strip()), "failed")
+
+
+@contextlib.contextmanager
+def worked(
+  request: Mapping[str, Any], *, debug: bool = False, label: str = "plan"
+) -> Iterator[tuple[pathlib.Path, int]]:
+  """Yields the folder of a worker's results and what `work` returns; then the folder is removed."""
+  with tempfile.TemporaryDirectory() as name, preemption.undone(lambda: shutil.rmtree(name)):
+    folder = pathlib.Path(name)
+    yield folder, work(request, folder, debug=debug, label=label)
 
 
 def work(

@@ -4,14 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from etils import epath
+from etils import epath, epy
 
 from input_pipeline.source import Source
 from interop import hf_folder
-from processes import preflight
 from processes.coordination import current
 from training.checkpointing import restore
 from training.setup import Job
+
+with epy.lazy_imports():  # which a single process does not need
+  from processes import preflight
 
 
 def about_to_run(
@@ -60,6 +62,8 @@ def about_to_run(
     facts[f"data, {split}"] = f"{source.name}, {len(source)} rows, digest {source.fingerprint}"
     if source.bad:
       facts[f"bad records, {split}"] = f"{len(source.bad)}, digest {source.bad.digest}"
+  if group.alone:
+    return
   preflight.agree(group, "run", facts, timeout_seconds=seconds)
   if writes:
     preflight.same_folder(group, workdir, timeout_seconds=seconds)

@@ -6,15 +6,16 @@ import sys
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from commands import announce_data, flags
+from commands import flags
 from commands.refusal import refuse
 from configs.schema import finalize, validate
 from input_pipeline import catalog
+from input_pipeline.ramp import Ramp
 from input_pipeline.source import Source
 from input_pipeline.text import files, tokenizer
 from reports import conversation_text
 from runtime import exit_codes
-from training import splits, trained_tokenizer
+from training import splits
 from training.metrics.console import preparing, say
 from training.tasks import TASKS
 
@@ -30,9 +31,7 @@ def run() -> int:
     return refuse(error)
   say(f"train: {train.name}, {len(train):,} rows")
   say(f"evaluation: {validation.name}, {len(validation):,} rows")
-  announce_data.rows(config, train, validation)
-  for source in (train, validation):
-    announce_data.bad(source)
+  splits.announce(train, validation, config.training.steps, Ramp.of(config.data))
   if config.data.name == catalog.CONVERSATIONS:
     _show_conversations(config)
   if train.tokenizer:
@@ -48,7 +47,7 @@ def _prepare(config: ConfigDict) -> tuple[ConfigDict, Source, Source]:
     if config.data.name not in catalog.OF_FILES:  # whose default stays bytes
       say(f"train with it: --config.data.tokenizer={folder}")
       config.data.tokenizer = folder
-  trained_tokenizer.train_missing(config)
+  splits.train_missing_tokenizer(config)
   # Which devices there are decides sizes of models whose data are random alone.
   config = finalize.finalize(config, "cpu")
   _check(config)
@@ -67,7 +66,8 @@ def _show_conversations(config: ConfigDict) -> None:
 
   console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
   colors = console.is_terminal
-  for example in mixture.example_conversations(splits.read_as(config), _EXAMPLES):
+  data = splits.read_as(config.data, config.task)
+  for example in mixture.example_conversations(data, _EXAMPLES):
     heading = conversation_text.heading(example, colors)
     for text in (heading, conversation_text.text(example.segments, colors)):
       if colors:

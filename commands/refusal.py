@@ -5,12 +5,15 @@ import sys
 import traceback
 
 from absl import flags
+from etils import epy
 
 from processes import coordination as groups
-from processes.preflight import DifferenceError
 from processes.watchdog import Watchdog
 from runtime import exit_codes
 from runtime.printable import printable
+
+with epy.lazy_imports():  # which a single process does not need
+  from processes import preflight
 
 
 def refuse(error: Exception, watch: Watchdog | None = None, *, debug: bool = False) -> int:
@@ -35,6 +38,6 @@ def refuse(error: Exception, watch: Watchdog | None = None, *, debug: bool = Fal
       groups.refuse(text)
     return code
   if watch.refusing(text, "failed" if failed else "refused"):
-    label = "" if isinstance(error, DifferenceError) else groups.label()
+    label = "" if isinstance(error, preflight.DifferenceError) else groups.label()
     print(f"{label}{word}: {text}", file=sys.stderr, flush=True)
   return groups.leave(code)

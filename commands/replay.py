@@ -24,12 +24,12 @@ from runtime import exit_codes
 from runtime.printable import printable
 from training import replay, restore, run_tokenizer, splits
 from training.bad_steps import BadSteps, not_finite
+from training.loop import TrainSteps
 from training.metrics.console import say
 from training.metrics.reader import without_debug_checks
 from training.replay import Array, Observed
 from training.setup import Job
 from training.state import State
-from training.train_steps import TrainSteps
 
 _SHOWN_ROWS, _SHOWN_GRADIENTS, _SHOWN_CHARACTERS = 3, 5, 200
 # Relative differences of losses that are rounding: in float64, and in any other dtype at least.
@@ -48,10 +48,10 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   replay.check(job.config, job.devices.sizes)
   batches = splits.training_batches(job.config, splits.sharing(job))
   preflight_facts.about_to_run(job, {"train": batches.source}, workdir, writes=False)
-  state, start, record, origin = restore.before_step(
-    job, batches.source, workdir, step, flags.ACCEPT.value
+  state, start, record, origin = restore.RunCheckpoints(job, workdir).before_step(
+    batches.source, step, flags.ACCEPT.value
   )
-  known = BadSteps(job.config, record, start)
+  known = BadSteps(job.config.training, job.config.data, record, start)
 
   def run() -> int:
     say(f"{origin}; steps before step {step} to train: {step - 1 - start:,}")
@@ -81,7 +81,8 @@ def _run(
     before: each step to train, as the number of steps before it.
     watch: of this process.
   """
-  lockstep, steps, position = Lockstep(watch.group, watch.stop), TrainSteps(job), known.position
+  lockstep, position = Lockstep(watch.group, watch.stop), known.position
+  steps = TrainSteps(job.compile_train_step, job.batches, job.mesh)
   step = before.stop
   for done in before:
     watch.at(f"step {done + 1}: computing", STARTING)

@@ -17,9 +17,9 @@ from processes import coordination
 from runtime import collectives, files, provenance
 from training import history
 from training.bad_steps import BadStepError
+from training.callbacks import Observer
 from training.history import History
 from training.metrics.console import warn
-from training.observer import Observer
 from training.restore import Start
 from training.setup import Job
 from training.state import State
@@ -28,16 +28,15 @@ LONGEST_SECONDS = 60.0  # that the end of a run waits for its page
 STOPPED_SECONDS = 10.0  # after a stop, which may be followed by a kill
 
 
-def of(job: Job, workdir: epath.Path, start: Start, *, command: str = "") -> "RunReport":
+def of(start: Start, *, command: str = "") -> "RunReport":
   """Returns the report of a run that begins; without `metrics.report` it does nothing.
 
   Args:
-    job: of the run.
-    workdir: the run's folder, which it owns.
     start: where it starts.
     command: the command line; "" of a notebook.
   """
-  report = RunReport(job, workdir, start.owner.require, on=job.config.metrics.report)
+  on = start.job.config.metrics.report
+  report = RunReport(start.job, start.workdir, start.owner.require, on=on)
   report.begin(start.step, command)
   return report
 
@@ -73,10 +72,10 @@ class RunReport(Observer):
     self._step = step
     if not self._writes:
       return
-    from reports import run_layout  # of runs with a page alone
+    from reports import layout_page  # of runs with a page alone
 
     job = self._job
-    text = files.json_text(run_layout.content(job)) + "\n"
+    text = files.json_text(layout_page.stored_layout(job)) + "\n"
     try:
       files.replace(self._workdir / history.DRAWINGS, text, require=self._require)
     except OSError as error:
@@ -99,7 +98,7 @@ class RunReport(Observer):
     """Records the collectives of the step, and what the planner predicts for it."""
     if not self._writes:
       return
-    from planning import prediction  # as run_layout
+    from planning import prediction  # as layout_page
 
     rows = collectives.summarize(collectives.collectives(program.as_text(), self._job.mesh))
     try:

@@ -3,9 +3,6 @@
 import copy
 import dataclasses
 import json
-import pathlib
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +11,6 @@ from ml_collections import ConfigDict
 from commands import plan_process
 from planning import search_results
 from planning.search_results import Estimate, Found, Tried
-from processes import preemption
 from reports import search_text
 from runtime import exit_codes
 from training.metrics.console import say
@@ -169,9 +165,9 @@ def _answer(
     RetryableError: it failed.
   """
   given = {"task": task, "config": asked.config, "topology": topology, "simulate": asked.simulate}
-  with tempfile.TemporaryDirectory() as name, preemption.undone(lambda: shutil.rmtree(name)):
-    folder = pathlib.Path(name)
-    if plan_process.work({**given, **request}, folder, debug=asked.debug, label=label):
+  request = {**given, **request}
+  with plan_process.worked(request, debug=asked.debug, label=label) as (folder, code):
+    if code:
       raise exit_codes.RetryableError(plan_process.last_line(folder))
     return json.loads((folder / "result.json").read_text())
 

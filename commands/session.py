@@ -24,7 +24,7 @@ from processes import coordination as groups
 from processes import preemption
 from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
-from runtime import devices, exit_codes, extensions, files, xla_flags
+from runtime import devices, exit_codes, extensions, files
 from runtime.printable import printable
 
 
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     verb = flags.chosen_verb(argv[1:])
     if VERBS[verb].jax:
       importlib.import_module("jax")  # which raises over wrong values of its variables
-    xla_flags.check()
+    devices.check_xla_flags()
     if verb != "doctor":  # which says what else is wrong
       for location in (flags.WORKDIR.value, flags.CHECKPOINT.value, *flags.AGAINST_RUN.value):
         files.require_library(location or "")

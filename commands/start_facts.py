@@ -7,13 +7,16 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from etils import epy
 from ml_collections import ConfigDict
 
-from processes import preflight
 from processes.coordination import current
 from runtime import devices
 from runtime.provenance import everything
 from training.checkpointing import resume_policy
+
+with epy.lazy_imports():  # which a single process does not need
+  from processes import preflight
 
 # Variables that change what XLA and JAX compile. JAX's others say where a process finds things.
 _COMPILERS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -35,6 +38,8 @@ def about_to_start(configs: Mapping[str, ConfigDict], more: Mapping[str, Any]) -
     DifferenceError: with what differs, and on which processes.
   """
   group = current()
+  if group.alone:
+    return
   facts: dict[str, Any] = {**more, "hardware": devices.hardware()}
   facts.update(everything())
   facts.update({name: value for name, value in os.environ.items() if _shapes_programs(name)})

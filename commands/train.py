@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from etils import epath
 
-from commands import announce_data, build, closing, flags, preflight_facts, run_report
+from commands import build, closing, flags, preflight_facts, run_report
 from configs.schema import optimizer_checks
 from inference import request
 from partitioning.mesh_sizes import mesh_text
@@ -18,16 +18,13 @@ from runtime import exit_codes, files
 from runtime.printable import printable
 from training import (
   base_parameters,
-  evaluation,
   history,
   loop,
   restore,
   run_tokenizer,
   setup,
   splits,
-  trained_tokenizer,
   workdir_files,
-  workdir_owner,
 )
 from training.bad_steps import TrainingStoppedError
 from training.callbacks import CallbackError
@@ -39,12 +36,12 @@ from training.metrics.console import say, say_wrapped
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
   run_tokenizer.adopt_missing(flags.CONFIG.value, flags.workdir())
-  trained_tokenizer.train_missing(flags.CONFIG.value)
+  splits.train_missing_tokenizer(flags.CONFIG.value)
   restore.adopt_schedule(flags.CONFIG.value, flags.workdir())
   [ready] = build.prepare(flags.CONFIG)
   workdir = flags.workdir()
   data, start = open_run(ready, workdir, watch, flags.ACCEPT.value)
-  return lambda: run(ready, data, start, workdir, watch)
+  return lambda: run(data, start, watch)
 
 
 def open_run(
@@ -66,47 +63,44 @@ def open_run(
   """
   sinks.require_packages(ready.config)
   data = splits.open_data(ready)
-  request.check_first_words(ready.config)  # after the data's vocabulary, whose refusal says more
-  base_parameters.check_model_folder(ready, workdir)
-  with workdir_owner.owned(ready, workdir, watch) as owner:
-    record, newest = restore.check_resume(ready, data.train.source, workdir, accepted)
+  request.first_words(ready.config)  # after the data's vocabulary, whose refusal says more
+  base_parameters.ParameterReader(ready).check_model_folder(workdir)
+  checkpoints = restore.RunCheckpoints(ready, workdir)
+  keys, room = ready.config.processes, checkpoints.require_room
+  with workdir_files.owned(workdir, keys, watch, room) as owner:
+    record, newest = checkpoints.check_resume(data.train.source, accepted)
     sources = {"train": data.train.source, "held out": data.evaluation.source}
     preflight_facts.about_to_run(ready, sources, workdir, writes=True)
-    return data, restore.begin(ready, workdir, record, owner, newest)
+    return data, checkpoints.begin(record, owner, newest)
 
 
-def run(
-  ready: setup.Job, data: splits.Data, start: restore.Start, workdir: epath.Path, watch: Watchdog
-) -> int:
+def run(data: splits.Data, start: restore.Start, watch: Watchdog) -> int:
   """Trains, and releases the workdir; returns the exit code."""
   with start.owner:
-    return _run(ready, data, start, workdir, watch)
+    return _run(data, start, watch)
 
 
-def _run(
-  ready: setup.Job, data: splits.Data, start: restore.Start, workdir: epath.Path, watch: Watchdog
-) -> int:
+def _run(data: splits.Data, start: restore.Start, watch: Watchdog) -> int:
+  ready, workdir = start.job, start.workdir
   announce(ready, data, workdir)
   say(start.origin)
   # From here on the workdir is changed: failures are no longer refusals.
   try:
     if watch.group.first:
-      write_files(ready, data, workdir, start.owner.require)
+      write_files(data, start)
     start.checkpointer.start_writing()
   except OSError as error:
     return _failed(error, watch, everywhere=False)
-  if finished(ready, start, workdir):
+  if finished(start):
     start.checkpointer.close()
     say(
       f"nothing to do: all {ready.config.training.steps:,} steps are done. To train for longer, "
       "raise --config.training.steps; to score the model, run `evaluate`"
     )
     return exit_codes.DONE
-  report = run_report.of(ready, workdir, start, command=flags.command_line())
+  report = run_report.of(start, command=flags.command_line())
   try:
-    end = loop.train(
-      ready, data, start, workdir, watch, started=goodput.process_started(), observer=report
-    )
+    end = loop.train(data, start, watch, started=goodput.process_started(), observer=report)
   except (TrainingStoppedError, SaveError, CallbackError) as error:
     if flags.DEBUG.value:
       traceback.print_exception(error)
@@ -127,19 +121,17 @@ def _run(
 
     watch.at("showing a sample", DONE)
     say("sample from the trained model:")
-    known = report.sampler
-    [drawn] = sampler.show(ready, end.state.params, wanted, end.state.variables, known)
+    model = sampler.TrainedModel(ready, end.state.params, end.state.variables)
+    [drawn] = sampler.show(model, wanted, report.sampler)
     report.sampled(drawn)
   closing.next_commands(ready, workdir, wanted)
   report.end()
   return exit_codes.DONE
 
 
-def finished(ready: setup.Job, start: restore.Start, workdir: epath.Path) -> bool:
+def finished(start: restore.Start) -> bool:
   """Returns whether all steps and the last evaluation are done."""
-  if start.step < ready.config.training.steps:
-    return False
-  return evaluation.is_logged(ready, workdir, start.step)
+  return start.step >= start.job.config.training.steps and start.is_evaluated()
 
 
 def _failed(error: Exception, watch: Watchdog, *, everywhere: bool) -> int:
@@ -176,16 +168,13 @@ def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:
     rows = (f"{split}: {one.name}, {len(one):,} rows" for split, one in stored.items())
     say_wrapped("; ".join(rows))
   say_wrapped(optimizer_checks.optimizer_text(ready.config.optimizer))
-  announce_data.rows(ready.config, data.train.source, data.evaluation.source)
-  announce_data.bad(data.train.source)
-  announce_data.bad(data.evaluation.source)
+  splits.announce(*sources.values(), ready.batches.steps, ready.batches.ramp)
   say(f"workdir: {workdir}; {workdir_files.LAYOUT} in it has the sharding of each array")
 
 
-def write_files(
-  ready: setup.Job, data: splits.Data, workdir: epath.Path, require: Callable[[], None]
-) -> None:
+def write_files(data: splits.Data, start: restore.Start) -> None:
   """Writes `config.json`, `layout.txt` and, if the config allows bad records, their list."""
+  ready, workdir, require = start.job, start.workdir, start.owner.require
   text = files.json_text(resume_policy.plain(ready.config), indent=2) + "\n"
   files.replace(workdir / workdir_files.CONFIG, text, require=require)
   text = layout_text.job_text(ready) + "\n"

@@ -25,7 +25,7 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
     ValueError: an unknown recipe, model or data set, with the nearest known name.
   """
   config = recipes.base(argument or "lm")
-  optimizer_checks.unset(config)
+  optimizer_checks.unset(config.optimizer)
   config.update(table.section("", argument=argument or "lm"))
   config.mesh = ConfigDict(table.section("mesh", **(mesh or {})))
   config.mesh_dcn = ConfigDict(table.section("mesh_dcn"))

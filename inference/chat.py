@@ -1,26 +1,205 @@
-"""Conversations with a model that was trained on a chat template.
+"""Prompts in turn, and conversations with a model that was trained on a chat template.
+
+Both keep a cache from one text to the next: what begins as the last one is read from there on.
 
 A reply ends with the end of the assistant's turn: what the template writes behind a message of the
 assistant, a token of `generation_config.json` (`eos_token_id`), or the end of the document.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ml_collections import ConfigDict
+import jax
+import numpy as np
 
-from inference.cached_sampler import CachedSampler
-from inference.request import Request, check, drawable, tokenizer_of
-from inference.text_stream import Pace, Row, as_bytes
+from inference.request import Request, TextSpec, as_bytes, check
+from inference.sampler import Pace, Row, Sampler, TrainedModel
 from input_pipeline.text import chat_template, tokenizer, tokenizer_files
 from input_pipeline.text.conversations import ASSISTANT, Conversation
-from training.setup import Job
 
 Message = dict[str, Any]
+Cut = Callable[[], bool]
 
+PIECE = 64  # tokens of a prompt that are read at a time
 _PROBE = "Yes"  # what the assistant says in the conversation that shows how its turns end
 _SHARE = 4  # by default, a quarter of a row is kept for the reply
+
+
+class CachedSampler(Sampler):
+  """A sampler that keeps its cache, with the programs compiled once."""
+
+  def __init__(self, model: TrainedModel):
+    spec = model.spec
+    most = Request(((spec.tokenizer.start,),), max_new_tokens=spec.sequence_length - 1)
+    super().__init__(model.job, most)
+    self._params = model.params
+    self._more = [model.variables] if model.variables else []
+    self._known: list[int] = []  # the tokens in the cache
+    self.pace = Pace()
+    shardings = self._cache_shardings(jax.eval_shape(self._empty_cache))
+    self._cache = self.job.compile(self._empty_cache, out_shardings=shardings).function()
+
+  def _empty_cache(self) -> Any:
+    # A piece is written as a whole, also where only its first tokens count.
+    slots = self.spec.sequence_length + PIECE
+    return self._model.empty_cache(self._model_spec, self.rows, slots)
+
+  def _compile(self) -> tuple[Callable, Callable]:
+    return self._reading(PIECE), self._reading(1)
+
+  def _reading(self, width: int) -> Callable:
+    whole, cache = self._replicated(), jax.eval_shape(self._empty_cache)
+    placed_cache = self._cache_shardings(cache)
+    tokens_BT = np.zeros((self.rows, width), np.int32)
+    return self._program(
+      self._read,
+      (tokens_BT, tokens_BT[:, 0], cache, self._settings(Request(()))),
+      (whole, whole, placed_cache, whole),
+      donate_argnums=3,
+      out_shardings=(whole, placed_cache),
+    )
+
+  def _read(self, params, tokens_BT, counts_B, cache, settings, variables=None) -> Any:
+    model = self.job.program.module(params, variables)
+    return self._next(model, tokens_BT, counts_B, cache, settings)
+
+  def draw(self, tokens: list[int], request: Request) -> Iterator[int]:
+    """Yields what follows the tokens, one by one, for as long as a row has place.
+
+    Args:
+      tokens: of the whole conversation so far.
+      request: the settings of the draws.
+    """
+    settings = self._put(self._settings(request))
+    pairs = enumerate(zip(self._known, tokens, strict=False))
+    common = next((i for i, (one, other) in pairs if one != other), None)
+    common = min(len(self._known), len(tokens)) if common is None else common
+    common = min(common, len(tokens) - 1)  # the last is always read: its logits are needed
+    lengths_B = np.full(self.rows, common, np.int32)
+    lengths_B = jax.device_put(lengths_B, self._cache.lengths.sharding)
+    self._cache = dataclasses.replace(self._cache, lengths=lengths_B)
+    del self._known[common:]
+    while len(self._known) < len(tokens):
+      piece = tokens[len(self._known) :][:PIECE]
+      drawn = self._run(self.prefill, PIECE, piece, settings)
+    while True:
+      yield drawn
+      if len(self._known) + 1 > self.spec.sequence_length:
+        return
+      drawn = self._run(self.decode, 1, [drawn], settings)
+
+  def _run(self, program: Callable, width: int, piece: list[int], settings: Any) -> int:
+    """Reads tokens into the cache; returns the one drawn behind them."""
+    tokens_BT = np.zeros((self.rows, width), np.int32)
+    tokens_BT[:, : len(piece)] = piece  # the rows that only fill the batch repeat the first
+    counts_B = np.full(self.rows, len(piece), np.int32)
+    tokens_BT, counts_B = self._put((tokens_BT, counts_B))
+    given = self._params, tokens_BT, counts_B, self._cache, settings
+    drawn_B, self._cache = program(*given, *self._more)
+    self._known += piece
+    return int(np.asarray(drawn_B)[0])
+
+  def draw_row(
+    self,
+    tokens: list[int],
+    request: Request,
+    row: Row,
+    write: Callable[[str], None],
+    cut: Cut | None,
+  ) -> None:
+    """Draws a row behind tokens to its end, after max_new_tokens, or where it is full.
+
+    Args:
+      tokens: of the whole conversation so far.
+      request: the settings of the draws.
+      row: of what is drawn.
+      write: called with text as it is generated, in complete characters.
+      cut: called after each token; True ends the row.
+    """
+    self.pace = Pace()
+    for number, token in enumerate(self.draw(tokens, request), 1):
+      self.pace.tick()
+      if text := row.add(token):
+        write(text)
+      if row.done or number >= request.max_new_tokens or (cut is not None and cut()):
+        break
+    if not row.done and (text := row.end()):
+      write(text)
+
+
+# ------------------------------ prompts typed at a terminal ------------------------------
+
+
+class Continuation:
+  """Continues prompts of any length that fits a row.
+
+  Attributes:
+    settings: of the draws; others need no compilation.
+  """
+
+  def __init__(self, model: TrainedModel, settings: Request):
+    """Compiles the programs.
+
+    Args:
+      model: the model.
+      settings: of the draws; its prompts are not used. A text ends after max_new_tokens, or where
+        the row is full.
+
+    Raises:
+      ValueError: the model does not generate, or a setting is wrong.
+    """
+    check(model.spec, dataclasses.replace(settings, prompts=("",), max_new_tokens=1))
+    self._sampler = CachedSampler(model)
+    self.settings, self._count = settings, 0
+
+  @property
+  def pace(self) -> Pace:
+    """How fast the last prompt was continued."""
+    return self._sampler.pace
+
+  def tokens(self, prompt: str) -> list[int]:
+    """Returns the tokens of a prompt.
+
+    Raises:
+      ValueError: it is no text of the tokenizer, or leaves no place in a row.
+    """
+    spec = self._sampler.spec
+    [tokens] = spec.encoded([prompt])
+    if len(tokens) >= spec.sequence_length:
+      raise ValueError(
+        f"the prompt is {len(tokens):,} tokens long, and with at least one more it is to fit "
+        f"data.sequence_length={spec.sequence_length:,}; shorten it"
+      )
+    if (largest := int(tokens.max())) >= (known := spec.drawable):
+      raise ValueError(f"the prompt has token {largest}; the model knows those below {known}")
+    return tokens.tolist()
+
+  def __call__(self, prompt: str, write: Callable[[str], None], cut: Cut | None = None) -> bytes:
+    """Returns what the model generates behind a prompt.
+
+    The first one is continued as `Sampler` does it with the same settings, each later one by the
+    next seed: so the same prompt is continued in another way.
+
+    Args:
+      prompt: a text; "" begins a document.
+      write: called with text as it is generated, in complete characters.
+      cut: called after each token; True ends the text.
+
+    Raises:
+      ValueError: as `tokens`.
+    """
+    tokens = self.tokens(prompt)
+    seed = (self.settings.seed + self._count) % 2**32
+    request = dataclasses.replace(self.settings, seed=seed)
+    self._count += 1
+    stops = [as_bytes(stop) for stop in request.stop]
+    row = Row(as_bytes(prompt), stops, self._sampler.spec.tokenizer)
+    self._sampler.draw_row(tokens, request, row, write, cut)
+    return bytes(row.drawn)
+
+
+# ------------------------------ conversations ------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,97 +246,84 @@ class Chat:
   Attributes:
     messages: so far, of all roles.
     dropped: how many of the first messages no longer fit a row; the system's stays.
-    pace: of the last reply.
     ends: what ends the assistant's turn.
   """
 
-  def __init__(
-    self, job: Job, params: Any, settings: Request, variables: Any = None, system: str = ""
-  ):
+  def __init__(self, model: TrainedModel, settings: Request, system: str = ""):
     """Compiles the programs.
 
     Args:
-      job: whose model and mesh are used.
-      params: the parameters, placed as the job's.
+      model: the model.
       settings: temperature, top_k, top_p, seed, stop; max_new_tokens 0 for as many as fit a row.
-      variables: the model's other variables, where it has any.
       system: the content of the system message; "" for none.
 
     Raises:
       ValueError: as `prepare`.
     """
-    self._template, self.ends = prepare(job.config, settings, system)
-    self._sampler = CachedSampler(job)
-    self._params, self._variables, self._settings = params, variables, settings
-    self._length = job.config.data.sequence_length
-    self._coder, self._known = self._sampler.tokenizer, drawable(job.config)
+    self._template, self.ends = prepare(model.spec, settings, system)
+    self._sampler, self._spec, self._settings = CachedSampler(model), model.spec, settings
     self.messages: list[Message] = _system(system)
     self.dropped = 0
-    self.pace = Pace()
 
-  def reply(
-    self, text: str, write: Callable[[str], None], cut: Callable[[], bool] | None = None
-  ) -> str:
+  @property
+  def pace(self) -> Pace:
+    """How fast the last reply was."""
+    return self._sampler.pace
+
+  def reply(self, text: str, write: Callable[[str], None], cut: Cut | None = None) -> str:
     """Returns the model's reply to a message of the user, and keeps both.
 
     Args:
       text: the message.
       write: called with the reply as it is generated, in complete characters.
-      cut: called before each token; True ends the reply.
+      cut: called after each token; True ends the reply.
 
     Raises:
       ValueError: the message alone does not fit a row, or the template refuses it. Then nothing
         is kept.
     """
     messages, dropped, tokens = self._fitted([*self.messages, {"role": "user", "content": text}])
-    stops = [as_bytes(stop) for stop in (*self.ends.texts, *self._settings.stop)]
-    row = Row(self._coder.decode(tokens[-8:]), stops, self._coder, self.ends.tokens)
-    held = Held((*self.ends.texts, *self._settings.stop), write)
-    most = self._settings.max_new_tokens or self._length
-    drawing = self._sampler.draw(self._params, self._variables, tokens, self._settings)
-    self.pace = Pace()
-    for number, token in enumerate(drawing, 1):
-      self.pace.tick()
-      held.add(row.add(token))
-      if row.done or number >= most or (cut is not None and cut()):
-        break
-    if not row.done:
-      held.add(row.end())
+    texts, coder = (*self.ends.texts, *self._settings.stop), self._spec.tokenizer
+    row = Row(coder.decode(tokens[-8:]), [as_bytes(one) for one in texts], coder, self.ends.tokens)
+    held = Held(texts, write)
+    most = self._settings.max_new_tokens or self._spec.sequence_length
+    request = dataclasses.replace(self._settings, max_new_tokens=most)
+    self._sampler.draw_row(tokens, request, row, held.add, cut)
     found = held.close()
     self.messages, self.dropped = [*messages, {"role": ASSISTANT, "content": found}], dropped
     return found
 
   def _fitted(self, messages: list[Message]) -> tuple[list[Message], int, list[int]]:
     """Returns the messages that fit a row, how many were dropped, and their tokens."""
-    kept, dropped = list(messages), self.dropped
-    reserved = self._settings.max_new_tokens or max(1, self._length // _SHARE)
+    kept, dropped, length = list(messages), self.dropped, self._spec.sequence_length
+    reserved = self._settings.max_new_tokens or max(1, length // _SHARE)
     first = int(kept[0]["role"] == "system")
     while True:
       text = self._template.render(Conversation(kept), prompt=True)
-      tokens = self._coder.encode_template(text)[0].tolist()
-      if len(tokens) + reserved <= self._length:
+      tokens = self._spec.tokenizer.encode_template(text)[0].tolist()
+      if len(tokens) + reserved <= length:
         break
       later = [n for n in range(first + 1, len(kept)) if kept[n]["role"] == "user"]
       if not later:
         raise ValueError(
           f"with what the chat template writes the message is {len(tokens):,} tokens long, and "
-          f"with {reserved:,} for the reply longer than data.sequence_length={self._length:,}; "
+          f"with {reserved:,} for the reply longer than data.sequence_length={length:,}; "
           f"shorten one of the two (--max_new_tokens)"
         )
       dropped += later[0] - first
       del kept[first : later[0]]
-    if max(tokens) >= self._known:
-      raise ValueError(f"it has token {max(tokens)}; the model knows those below {self._known}")
+    if max(tokens) >= (known := self._spec.drawable):
+      raise ValueError(f"it has token {max(tokens)}; the model knows those below {known}")
     return kept, dropped, tokens
 
 
 def prepare(
-  config: ConfigDict, settings: Request, system: str = ""
+  spec: TextSpec, settings: Request, system: str = ""
 ) -> tuple[chat_template.ChatTemplate, Ends]:
-  """Returns the chat template of a finalized config, and what ends the assistant's turn.
+  """Returns a model's chat template, and what ends the assistant's turn.
 
   Args:
-    config: finalized.
+    spec: of the model.
     settings: of the draws.
     system: the content of the system message; "" for none.
 
@@ -165,19 +331,16 @@ def prepare(
     ValueError: there is no template, or it refuses the system message; the model does not generate,
       or a setting is wrong.
   """
-  encoder = tokenizer_of(config)
-  checked = dataclasses.replace(
-    settings, prompts=((encoder.start,),), max_new_tokens=max(1, settings.max_new_tokens)
-  )
   if settings.max_new_tokens < 0:
     raise ValueError(f"max_new_tokens={settings.max_new_tokens}: at least 1, or 0 for no limit")
-  check(config, checked)
+  prompts, most = ((spec.tokenizer.start,),), max(1, settings.max_new_tokens)
+  check(spec, dataclasses.replace(settings, prompts=prompts, max_new_tokens=most))
   try:
-    template = chat_template.load(config.data.get("chat_template") or "", encoder)
+    template = chat_template.load(spec.chat_template, spec.tokenizer)
   except ValueError as error:
     raise ValueError(f"--chat: {error}") from error
   template.render(Conversation([*_system(system), {"role": "user", "content": "?"}]), prompt=True)
-  return template, ends(template, encoder)
+  return template, ends(template, spec.tokenizer)
 
 
 def _system(text: str) -> list[Message]:

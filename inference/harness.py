@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inference import scoring
-from inference.generation import BatchGenerator, Prompt
-from inference.request import Request, begins, encoded, tokenizer_of
+from inference.sampler import BatchGenerator, FittedPrompt, TrainedModel
 from inference.scoring import Scorer
 from input_pipeline.text import chat_template as templates
 from input_pipeline.text.conversations import Conversation
@@ -47,7 +46,7 @@ def model(job: Job, params: Any, variables: Any = None) -> Any:
 
     def __init__(self):
       LM.__init__(self)
-      Harness.__init__(self, job, params, variables)
+      Harness.__init__(self, TrainedModel(job, params, variables))
 
   return Model()
 
@@ -55,12 +54,11 @@ def model(job: Job, params: Any, variables: Any = None) -> Any:
 class Harness:
   """The methods that the harness calls; `requests` are its Instances, whose `args` are read."""
 
-  def __init__(self, job: Job, params: Any, variables: Any = None):
-    """Arguments as of `model`."""
-    self._scorer = Scorer(job, params, variables)
-    self._generator = BatchGenerator(job, params, variables)
-    self._config, self._coder = job.config, tokenizer_of(job.config)
-    self._length, self._begin = job.config.data.sequence_length, begins(job.config, self._coder)
+  def __init__(self, model: TrainedModel):
+    """Takes the model."""
+    self._scorer, self._generator = Scorer(model), BatchGenerator(model)
+    self._spec, self._coder = model.spec, model.spec.tokenizer
+    self._length = model.spec.sequence_length
     self._chat = False  # whether contexts are what the chat template has written
 
   @property
@@ -92,7 +90,7 @@ class Harness:
     """Returns (log-likelihood, greedy) of each (context, continuation)."""
     rows = [
       scoring.pair(
-        self._coder, *one.args, begin=self._begin, length=self._length, written=self._chat
+        self._coder, *one.args, begin=self._spec.begins, length=self._length, written=self._chat
       )
       for one in requests
     ]
@@ -108,7 +106,7 @@ class Harness:
     """Returns the continuation of each (context, settings), without the text that ends it."""
     return self._generator([self._prompt(*one.args) for one in requests])
 
-  def _prompt(self, context: str, settings: Mapping[str, Any]) -> Prompt:
+  def _prompt(self, context: str, settings: Mapping[str, Any]) -> FittedPrompt:
     settings = dict(settings)
     until = settings.pop("until", None) or ()
     until = (until,) if isinstance(until, str) else tuple(text for text in until if text)
@@ -130,8 +128,8 @@ class Harness:
     if self._chat:
       ids = self._coder.encode_template(context)[0]
     else:
-      [ids] = encoded(self._config, Request((context,)))
-    return Prompt.fitting(ids, self._length, int(new), until=until, **sampling)
+      [ids] = self._spec.encoded([context])
+    return FittedPrompt.fitting(ids, self._length, int(new), until=until, **sampling)
 
   def _template(self) -> templates.ChatTemplate:
-    return templates.load(self._config.data.get("chat_template") or "", self._coder)
+    return templates.load(self._spec.chat_template, self._coder)

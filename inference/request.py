@@ -1,20 +1,96 @@
-"""What is asked of a sampler, and its prompts as tokens."""
+"""What a model reads and draws, what is asked of a sampler, and its prompts as tokens."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from inference.text_stream import as_bytes
 from input_pipeline.text import tokenizer
 from models import MODELS, Generator
 from training.tasks import TASKS
 
 # What the end of a training run continues, by data.name; a new document where none is given.
 OPENINGS = {"python_source": "def "}
+
+
+Prompt = str | bytes | tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSpec:
+  """What a model reads and draws: its tokenizer, and the rows that it was trained on.
+
+  Attributes:
+    model: `model.name`.
+    tokenizer: of its texts.
+    begins: whether it has learned texts behind the token that begins a document.
+    sequence_length: the most tokens of a row.
+    vocabulary_size: of the model; it knows the tokens below.
+    chat_template: `data.chat_template`; "": the tokenizer's own.
+  """
+
+  model: str
+  tokenizer: tokenizer.Tokenizer
+  begins: bool
+  sequence_length: int
+  vocabulary_size: int
+  chat_template: str
+
+  @property
+  def drawable(self) -> int:
+    """Returns how many token ids may be drawn: those that stand for something."""
+    return min(self.vocabulary_size, self.tokenizer.size)
+
+  def encoded(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
+    """Returns each prompt's tokens, at least one: an empty prompt begins a document.
+
+    A prompt follows the token from which documents are begun where the model has learnt them from
+    it: packed documents all begin with it, and a tokenizer with a BOS has it before each text.
+
+    Raises:
+      ValueError: a prompt is not text, and the tokenizer takes nothing else.
+    """
+    start = np.array([self.tokenizer.start], np.uint32)
+    found = []
+    for number, prompt in enumerate(prompts, 1):
+      if isinstance(prompt, tuple):
+        found.append(np.array(prompt, np.uint32))
+        continue
+      try:
+        [ids] = self.tokenizer.encode([as_bytes(prompt)])
+      except ValueError as error:
+        raise ValueError(f"prompt {number}: {error}") from error
+      found.append(np.concatenate([start, ids]) if self.begins or not len(ids) else ids)
+    return found
+
+
+def text_spec(config: ConfigDict) -> TextSpec:
+  """Returns what the model of a finalized config reads and draws.
+
+  Raises:
+    ValueError: its tokenizer cannot be read.
+  """
+  model, data = config.model, config.data
+  coder = _loaded(data.tokenizer or tokenizer.BYTES)
+  return TextSpec(
+    model.name,
+    coder,
+    coder.has_bos or data.packing != "concatenate",
+    data.sequence_length,
+    model.get("vocabulary_size") or 0,
+    data.get("chat_template") or "",
+  )
+
+
+_loaded = functools.lru_cache(maxsize=4)(tokenizer.load)
+
+
+def as_bytes(text: str | bytes) -> bytes:
+  """Returns UTF-8; bytes that Python smuggled through a command line as surrogates come back."""
+  return text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +109,7 @@ class Request:
     stop_tokens: tokens that end a row as the end of a document does, and are no part of the text.
   """
 
-  prompts: tuple[str | bytes | tuple[int, ...], ...]
+  prompts: tuple[Prompt, ...]
   max_new_tokens: int = 64
   temperature: float = 1.0
   top_k: int = 0
@@ -43,66 +119,24 @@ class Request:
   stop_tokens: tuple[int, ...] = ()
 
 
-def tokenizer_of(config: ConfigDict) -> tokenizer.Tokenizer:
-  """Returns the tokenizer of a finalized config; raises ValueError if it cannot be read."""
-  return _loaded(config.data.tokenizer or tokenizer.BYTES)
-
-
-_loaded = functools.lru_cache(maxsize=4)(tokenizer.load)
-
-
-def begins(config: ConfigDict, encoder: tokenizer.Tokenizer) -> bool:
-  """Returns whether the model has learned texts behind the token that begins a document."""
-  return encoder.has_bos or config.data.packing != "concatenate"
-
-
-def encoded(config: ConfigDict, request: Request) -> list[np.ndarray]:
-  """Returns each prompt's tokens, at least one: an empty prompt begins a document.
-
-  A prompt follows the token from which documents are begun where the model has learnt them from it:
-  packed documents all begin with it, and a tokenizer with a BOS has it before each text.
-
-  Raises:
-    ValueError: a prompt is not text, and the tokenizer takes nothing else.
-  """
-  coder = tokenizer_of(config)
-  begin = begins(config, coder)
-  start = np.array([coder.start], np.uint32)
-  found = []
-  for number, prompt in enumerate(request.prompts, 1):
-    if isinstance(prompt, tuple):
-      found.append(np.array(prompt, np.uint32))
-      continue
-    try:
-      [ids] = coder.encode([as_bytes(prompt)])
-    except ValueError as error:
-      raise ValueError(f"prompt {number}: {error}") from error
-    found.append(np.concatenate([start, ids]) if begin or not len(ids) else ids)
-  return found
-
-
-def check(config: ConfigDict, request: Request) -> None:
+def check(spec: TextSpec, request: Request) -> None:
   """Finds what cannot be sampled, before anything is read or compiled.
-
-  Args:
-    config: finalized and checked.
-    request: what is asked for.
 
   Raises:
     ValueError: with all that is wrong, a line each.
   """
-  if not isinstance(MODELS[config.model.name], Generator):
+  if not isinstance(MODELS[spec.model], Generator):
     raise ValueError(
-      f"model.name={config.model.name!r} has no next token to draw; sample takes a transformer, "
+      f"model.name={spec.model!r} has no next token to draw; sample takes a transformer, "
       f"such as --config=FILE:lm"
     )
-  wrong = [*_settings(config, request), *_prompts(config, request)]
+  wrong = [*_settings(spec, request), *_prompts(spec, request)]
   if wrong:
     raise ValueError("the sampling is refused:\n" + "\n".join(f"  {line}" for line in wrong))
 
 
-def _settings(config: ConfigDict, request: Request) -> Iterator[str]:
-  choices = drawable(config)
+def _settings(spec: TextSpec, request: Request) -> Iterator[str]:
+  choices = spec.drawable
   if request.max_new_tokens < 1:
     yield f"max_new_tokens={request.max_new_tokens}: at least 1"
   if not 0 <= request.temperature < math.inf:
@@ -117,16 +151,16 @@ def _settings(config: ConfigDict, request: Request) -> Iterator[str]:
     yield "stop: an empty text would end every row at once; leave it out"
 
 
-def _prompts(config: ConfigDict, request: Request) -> Iterator[str]:
+def _prompts(spec: TextSpec, request: Request) -> Iterator[str]:
   if not request.prompts:
     yield "no prompt; give at least one (an empty one starts a document)"
-  limit, new, choices = config.data.sequence_length, request.max_new_tokens, drawable(config)
+  limit, new, choices = spec.sequence_length, request.max_new_tokens, spec.drawable
   try:
-    prompts = encoded(config, request)
+    prompts = spec.encoded(request.prompts)
   except ValueError as error:
     yield str(error)
     return
-  of_bytes = tokenizer_of(config).name == tokenizer.BYTES
+  of_bytes = spec.tokenizer.name == tokenizer.BYTES
   for number, tokens in enumerate(prompts, 1):
     length = len(tokens)
     if new >= 1 and length + new > limit:
@@ -147,29 +181,24 @@ def _prompts(config: ConfigDict, request: Request) -> Iterator[str]:
       )
 
 
-def drawable(config: ConfigDict) -> int:
-  """Returns how many token ids may be drawn: those that stand for something."""
-  return min(config.model.vocabulary_size, tokenizer_of(config).size)
-
-
 def first_words(config: ConfigDict) -> Request | None:
-  """Returns what a run ends with: a short continuation, or None where there is no text to draw."""
-  if not TASKS[config.task].of_tokens or config.evaluation.sample_tokens < 1:
+  """Returns what a run ends with: a short continuation, or None where there is no text to draw.
+
+  Raises:
+    ValueError: the run could not draw what `evaluation.sample_tokens` asks for.
+  """
+  asked = config.evaluation.sample_tokens
+  if not TASKS[config.task].of_tokens or asked < 1:
     return None
-  opening = OPENINGS.get(config.data.name, "")
-  if tokenizer_of(config).name != tokenizer.BYTES:
-    opening = opening.rstrip()  # the space begins the next token: a text rarely goes on after one
-  request = Request((opening,), temperature=0.8)
-  room = config.data.sequence_length - len(encoded(config, request)[0])
-  tokens = min(config.evaluation.sample_tokens, room)
-  return dataclasses.replace(request, max_new_tokens=tokens) if tokens >= 1 else None
-
-
-def check_first_words(config: ConfigDict) -> None:
-  """Raises ValueError where a run could not draw what `evaluation.sample_tokens` asks for."""
   try:
-    if request := first_words(config):
-      check(config, request)
+    spec, opening = text_spec(config), OPENINGS.get(config.data.name, "")
+    if spec.tokenizer.name != tokenizer.BYTES:
+      opening = opening.rstrip()  # the space begins the next token: a text rarely goes on after one
+    room = spec.sequence_length - len(spec.encoded([opening])[0])
+    request = Request((opening,), max_new_tokens=min(asked, room), temperature=0.8)
+    if request.max_new_tokens < 1:
+      return None
+    check(spec, request)
   except ValueError as error:
-    tokens = config.evaluation.sample_tokens
-    raise ValueError(f"evaluation.sample_tokens={tokens} (0 turns it off): {error}") from error
+    raise ValueError(f"evaluation.sample_tokens={asked} (0 turns it off): {error}") from error
+  return request

@@ -13,15 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from ml_collections import ConfigDict
 
+from inference.sampler import TrainedModel, doubled
 from input_pipeline.text.tokenizer import Tokenizer
 from models import MODELS, Scoring
 from models.losses import Batch
 from partitioning.dims import axes_size, resolve
-from training.setup import Job
 
-_NARROWEST = 32  # tokens; narrower programs save less than they take to compile
 _DTYPES = {"tokens": "int32", "targets": "int32", "weights": "float32", "segments": "int32"}
 
 
@@ -54,23 +52,18 @@ class Score:
 
 
 class Scorer:
-  """Scores continuations with a job's model; programs are compiled when a width is first used."""
+  """Scores continuations; programs are compiled when a width is first used."""
 
-  def __init__(self, job: Job, params: Any, variables: Any = None):
+  def __init__(self, model: TrainedModel):
     """Compiles nothing yet.
-
-    Args:
-      job: whose mesh, batch size and sequence length are used.
-      params: the parameters, placed as the job's.
-      variables: the model's other variables, where it has any.
 
     Raises:
       ValueError: the model cannot score rows.
     """
-    check_model(job.config)
-    self._job, self._params, self._variables = job, params, variables
-    self._rows, self._length = job.config.data.global_batch_size, job.config.data.sequence_length
-    self._widths = [width for width in doubled(self._length) if _spec(job, width) is not None]
+    check_model(model.spec.model)
+    self._job, self._params, self._variables = model.job, model.params, model.variables
+    self._rows, self._length = self._job.config.data.global_batch_size, model.spec.sequence_length
+    self._widths = [width for width in doubled(self._length) if self._sharded(width) is not None]
     self._compiled: dict[int, tuple[Any, NamedSharding]] = {}
 
   def count(self, continuations: Sequence[Continuation]) -> int:
@@ -138,8 +131,7 @@ class Scorer:
 
   def _program(self, width: int) -> tuple[Any, NamedSharding]:
     """Returns the program for rows of this width, and the sharding of its batches."""
-    job = self._job
-    spec = _spec(job, width)
+    job, spec = self._job, self._sharded(width)
     assert spec is not None, width
     sharding = NamedSharding(job.mesh, spec)
     abstract = {
@@ -155,40 +147,29 @@ class Scorer:
     )
     return compiled.function, sharding
 
+  def _sharded(self, width: int) -> PartitionSpec | None:
+    """Returns how rows of this width are sharded; None where they cannot be, as the job's are."""
+    legend, sizes = self._job.legend, self._job.devices.sizes
+    table = self._job.config.partitioning.activations
+    parts = max(axes_size(table[legend[letter].name], sizes) for letter in ("T", "R"))
+    multiple = 2 * parts if parts > 1 else 1  # a ring takes two pieces of each part
+    if width != self._length and width % multiple:
+      return None
+    found = resolve("BT", (self._rows, width), legend, table, sizes)
+    return None if found.failures else found.spec
+
   def _scores(self, params: Any, batch: Batch, variables: Any = None) -> Any:
     return self._job.program.module(params, variables).row_scores(batch)
 
 
-def check_model(config: ConfigDict) -> None:
-  """Raises ValueError for a model that cannot score rows of tokens."""
-  build = MODELS[config.model.name].build
+def check_model(name: str) -> None:
+  """Raises ValueError for a model, by its name, that cannot score rows of tokens."""
+  build = MODELS[name].build
   if isinstance(build, type) and not isinstance(build, Scoring):
     raise ValueError(
-      f"model.name={config.model.name!r} gives texts no log-likelihood; this takes a transformer, "
+      f"model.name={name!r} gives texts no log-likelihood; this takes a transformer, "
       f"such as --config=FILE:lm (a registered model needs row_scores, see models.Scoring)"
     )
-
-
-def doubled(length: int) -> list[int]:
-  """Returns a length, a half of it, a quarter ..., the shortest first."""
-  found = [length]
-  while found[-1] % 2 == 0 and found[-1] // 2 >= _NARROWEST:
-    found.append(found[-1] // 2)
-  return found[::-1]
-
-
-def _spec(job: Job, width: int) -> PartitionSpec | None:
-  """Returns how rows of this width are sharded; None where they cannot be, as the job's are."""
-  config, sizes = job.config, job.devices.sizes
-  table, shape = config.partitioning.activations, (config.data.global_batch_size, width)
-  parts = 1
-  for letter in ("T", "R"):
-    parts = max(parts, axes_size(table[job.legend[letter].name], sizes))
-  multiple = 2 * parts if parts > 1 else 1  # a ring takes two pieces of each part
-  if width != config.data.sequence_length and width % multiple:
-    return None
-  found = resolve("BT", shape, job.legend, table, sizes)
-  return None if found.failures else found.spec
 
 
 # ------------------------------ texts as continuations ------------------------------

@@ -23,17 +23,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from inference import scoring
-from inference.generation import BatchGenerator, Prompt
-from inference.request import Request, begins, encoded, tokenizer_of
+from inference.request import TextSpec
+from inference.sampler import BatchGenerator, FittedPrompt, TrainedModel
 from inference.scoring import Continuation, Score, Scorer
 from input_pipeline.text import chat_template, documents, files
 from input_pipeline.text.conversations import Conversation
 from input_pipeline.text.conversations import parse as conversation
 from runtime.suggest import closest
-from training.setup import Job
 
 # ------------------------------ records ------------------------------
 
@@ -266,33 +264,30 @@ class Encoded:
 
   task: Task
   rows: list[list[Continuation]]
-  prompts: list[Prompt]
+  prompts: list[FittedPrompt]
 
 
-def encode(config: ConfigDict, tasks: Sequence[Task]) -> list[Encoded]:
+def encode(spec: TextSpec, tasks: Sequence[Task]) -> list[Encoded]:
   """Returns the tasks as tokens.
 
   Args:
-    config: finalized.
+    spec: of the model.
     tasks: as `read_tasks` returns them.
 
   Raises:
     ValueError: the model does not score texts, a text cannot be encoded, does not fit a row or has
       a token that the model does not know; with file and line. Or there is no chat template.
   """
-  scoring.check_model(config)
-  encoder = _Encoder(config)
+  scoring.check_model(spec.model)
+  encoder = _Encoder(spec)
   return [encoder.task(task) for task in tasks]
 
 
 class _Encoder:
-  """Encodes records for a config's model."""
+  """Encodes records for a model."""
 
-  def __init__(self, config: ConfigDict):
-    self._config, self._tokenizer = config, tokenizer_of(config)
-    self._length = config.data.sequence_length
-    self._begin, self._known = begins(config, self._tokenizer), config.model.vocabulary_size
-    self._spec, self._loaded = config.data.get("chat_template") or "", None
+  def __init__(self, spec: TextSpec):
+    self._spec = spec
 
   def task(self, task: Task) -> Encoded:
     """Returns a task as tokens; raises ValueError as `encode`."""
@@ -307,20 +302,19 @@ class _Encoder:
         raise ValueError(f"{record.where}: {error}") from error
     return Encoded(task, rows, prompts)
 
+  @functools.cached_property
   def _template(self) -> chat_template.ChatTemplate:
-    if self._loaded is None:
-      self._loaded = chat_template.load(self._spec, self._tokenizer)
-    return self._loaded
+    return chat_template.load(self._spec.chat_template, self._spec.tokenizer)
 
   def _rendered(self, messages: list[dict[str, Any]]) -> np.ndarray:
-    text = self._template().render(Conversation(messages), prompt=True)
-    return self._tokenizer.encode_template(text)[0]
+    text = self._template.render(Conversation(messages), prompt=True)
+    return self._spec.tokenizer.encode_template(text)[0]
 
   def _continuation(self, record: Record, text: str) -> Continuation:
-    coder, length = self._tokenizer, self._length
+    coder, length = self._spec.tokenizer, self._spec.sequence_length
     try:
       if isinstance(record.context, str):
-        found = scoring.pair(coder, record.context, text, begin=self._begin, length=length)
+        found = scoring.pair(coder, record.context, text, begin=self._spec.begins, length=length)
       else:
         found = scoring.after(coder, self._rendered(record.context), text, length=length)
     except ValueError as error:
@@ -328,40 +322,35 @@ class _Encoder:
     self._check(found.tokens)
     return found
 
-  def _prompt(self, record: Record) -> Prompt:
+  def _prompt(self, record: Record) -> FittedPrompt:
     if isinstance(record.context, str):
-      [ids] = encoded(self._config, Request((record.context,)))
+      [ids] = self._spec.encoded([record.context])
     else:
       ids = self._rendered(record.context)
     self._check(ids)
-    return Prompt.fitting(ids, self._length, record.max_new_tokens, until=record.until)
+    length, most = self._spec.sequence_length, record.max_new_tokens
+    return FittedPrompt.fitting(ids, length, most, until=record.until)
 
   def _check(self, tokens: np.ndarray) -> None:
-    if tokens.max(initial=0) >= self._known:
+    if tokens.max(initial=0) >= self._spec.vocabulary_size:
       raise ValueError(
         f"it has token {tokens.max()}; the model has only tokens below "
-        f"model.vocabulary_size={self._known}"
+        f"model.vocabulary_size={self._spec.vocabulary_size}"
       )
 
 
 def evaluate(
-  job: Job,
-  params: Any,
-  tasks: Sequence[Encoded],
-  variables: Any = None,
-  before: Before | None = None,
+  model: TrainedModel, tasks: Sequence[Encoded], before: Before | None = None
 ) -> list[Result] | None:
   """Returns the result of each task; None if it was stopped. All processes call it.
 
   Args:
-    job: whose model and mesh they are scored with.
-    params: the parameters, placed as the job's.
+    model: they are scored with.
     tasks: of `encode`.
-    variables: the model's other variables, where it has any.
     before: called before each batch; False stops.
   """
   rows = [one for task in tasks for record in task.rows for one in record]
-  scorer = Scorer(job, params, variables)
+  scorer = Scorer(model)
   count = scorer.count(rows)
 
   def continues(number: int) -> bool:
@@ -370,7 +359,7 @@ def evaluate(
   scores = scorer(rows, continues)
   if scores is None:
     return None
-  results, left, generator = [], iter(scores), BatchGenerator(job, params, variables)
+  results, left, generator = [], iter(scores), BatchGenerator(model)
   for task in tasks:
     if task.task.kind == GENERATION:
       what = f"generating for {task.task.name}"

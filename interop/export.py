@@ -35,7 +35,7 @@ from interop import hf_config, hf_folder, name_maps, peft_adapter, read_weights,
 from interop.hf_folder import CONFIG
 from interop.hf_parts import UNSCALED, named_scaling
 from interop.safetensors_file import WeightFile, Writer
-from models import lora
+from models import layers
 from models.spec import LORA_A, LORA_B, DecoderSpec
 from partitioning.rules import named_leaves
 from runtime import files
@@ -295,7 +295,6 @@ _DROPPED = (
 # indices along its first dims: none, the layer, or layer and expert.
 Place = tuple[int, ...]
 Fetch = Callable[[str, Place, str, bool], np.ndarray | None]
-Array = Callable[[str, Place], np.ndarray]
 
 
 def model_config(
@@ -355,14 +354,12 @@ class Plan:
     tensors: name -> the parameters that it holds.
     sizes: letter -> size in the folder.
     small: name -> content of the other files, the last of which is written last.
-    joined: gives a tensor as it is stored, as `name_maps.joined`.
   """
 
   files: Sequence[WeightFile]
   tensors: Mapping[str, name_maps.Tensor]
   sizes: Mapping[str, int]
   small: Mapping[str, bytes]
-  joined: Callable[[name_maps.Tensor, Mapping[str, int], Array], np.ndarray] = name_maps.joined
 
   @property
   def bytes(self) -> int:
@@ -440,7 +437,7 @@ def planned_adapter(
   found = (safetensors_file.Tensor(n, tensor.shape, dtype) for n, tensor in tensors.items())
   file = WeightFile(hf_folder.ADAPTER_WEIGHTS, tuple(found), tuple(metadata.items()))
   small = {hf_folder.ADAPTER: json_bytes(peft_adapter.adapter_config(spec, model_type, base))}
-  return Plan([file], tensors, name_maps.sizes_of(spec), small, peft_adapter.joined)
+  return Plan([file], tensors, name_maps.sizes_of(spec), small)
 
 
 class Fetcher:
@@ -493,7 +490,7 @@ class Fetcher:
       for dim, index in enumerate(place):
         arrays = {n: jax.lax.dynamic_slice_in_dim(x, index, 1, dim) for n, x in arrays.items()}
       if len(arrays) > 1:
-        arrays = named_leaves(lora.merge(self._spec, nested(arrays)))
+        arrays = named_leaves(layers.merge_adapters(self._spec, nested(arrays)))
       one = arrays[name].reshape(arrays[name].shape[indices:])
       return one.astype(wanted) if narrower else one
 
@@ -600,4 +597,4 @@ def _arrays(
         for part in tensor.parts
       }
       if here:
-        yield plan.joined(tensor, plan.sizes, lambda *key, parts=parts: parts[key])
+        yield name_maps.joined(tensor, plan.sizes, lambda *key, parts=parts: parts[key])

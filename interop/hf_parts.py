@@ -388,34 +388,11 @@ SMOLLM_3 = Part(
 UNSCALED = "default"
 ORIGINAL, LONGEST = "original_max_position_embeddings", "max_position_embeddings"
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-# rope_type -> our name of each of its numbers -> their key.
-_NUMBERS: dict[str, dict[str, str]] = {
-  UNSCALED: {},
-  "llama3": {
-    "factor": "factor",
-    "low": "low_freq_factor",
-    "high": "high_freq_factor",
-    "original_length": ORIGINAL,
-  },
-  "linear": {"factor": "factor"},
-  "dynamic": {"factor": "factor"},
-  "yarn": {
-    "factor": "factor",
-    "original_length": ORIGINAL,
-    **{name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")},
-  },
-  "longrope": {
-    "short_factors": "short_factor",
-    "long_factors": "long_factor",
-    "attention_factor": "attention_factor",
-    "factor": "factor",
-  },
-}
-# Keys that are read besides, and not written.
-_READ_ALONE = {
-  "dynamic": (ORIGINAL,),
-  "yarn": ("mscale", "mscale_all_dim"),
-  "longrope": (ORIGINAL,),
+_LLAMA_3 = {
+  "factor": "factor",
+  "low": "low_freq_factor",
+  "high": "high_freq_factor",
+  "original_length": ORIGINAL,
 }
 
 
@@ -425,7 +402,7 @@ def named_scaling(scaling: tuple) -> tuple[str, dict[str, Any]]:
     return UNSCALED, {}
   if isinstance(scaling[0], str):
     return scaling[0], dict(scaling[1])
-  return "llama3", dict(zip(_NUMBERS["llama3"], scaling, strict=True))
+  return "llama3", dict(zip(_LLAMA_3, scaling, strict=True))
 
 
 def yarn_factor(factor: float, scale: float = 1.0) -> float:
@@ -447,8 +424,7 @@ def _original(rope: Mapping[str, Any], theirs: Theirs) -> float:
 
 
 def _llama3(rope: Mapping[str, Any], theirs: Theirs) -> tuple:
-  keys = _NUMBERS["llama3"].values()
-  return tuple(map(float, _numbers({ORIGINAL: theirs.get(LONGEST), **rope}, *keys)))
+  return tuple(map(float, _numbers({ORIGINAL: theirs.get(LONGEST), **rope}, *_LLAMA_3.values())))
 
 
 def _linear(rope: Mapping[str, Any], theirs: Theirs) -> tuple:
@@ -493,14 +469,37 @@ def _longrope(rope: Mapping[str, Any], theirs: Theirs) -> tuple:
   return "longrope", {"original_length": original, **found}
 
 
-# rope_type -> ((their object, config.json) -> model.rotary_scaling).
-SCALINGS: dict[str, Callable[[Mapping[str, Any], Theirs], tuple]] = {
-  UNSCALED: lambda rope, theirs: (),
-  "llama3": _llama3,
-  "linear": _linear,
-  "dynamic": _dynamic,
-  "yarn": _yarn,
-  "longrope": _longrope,
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+  """A rope_type.
+
+  Attributes:
+    numbers: our name of each of its numbers -> their key.
+    read: (their object, config.json) -> model.rotary_scaling.
+    read_alone: keys that are read besides, and not written.
+  """
+
+  numbers: Mapping[str, str]
+  read: Callable[[Mapping[str, Any], Theirs], tuple]
+  read_alone: tuple[str, ...] = ()
+
+
+_FACTOR = {"factor": "factor"}
+_YARN = {key: key for key in ("beta_fast", "beta_slow", "attention_factor", "truncate")}
+_LONGROPE = {
+  "short_factors": "short_factor",
+  "long_factors": "long_factor",
+  "attention_factor": "attention_factor",
+}
+SCALINGS = {
+  UNSCALED: Scaling({}, lambda rope, theirs: ()),
+  "llama3": Scaling(_LLAMA_3, _llama3),
+  "linear": Scaling(_FACTOR, _linear),
+  "dynamic": Scaling(_FACTOR, _dynamic, (ORIGINAL,)),
+  "yarn": Scaling(
+    {**_FACTOR, "original_length": ORIGINAL, **_YARN}, _yarn, ("mscale", "mscale_all_dim")
+  ),
+  "longrope": Scaling({**_LONGROPE, **_FACTOR}, _longrope, (ORIGINAL,)),
 }
 
 
@@ -514,7 +513,8 @@ def _base_and_scaling(
     raise ValueError(
       f"rope_type={short(kind)}: known are {', '.join(SCALINGS)}{nearest(str(kind), SCALINGS)}"
     )
-  known = {*_NUMBERS[kind].values(), *_READ_ALONE.get(kind, ())}
+  scaling = SCALINGS[kind]
+  known = {*scaling.numbers.values(), *scaling.read_alone}
   known |= {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
   if unknown := sorted(key for key in {*rope} - known if rope[key] is not None):
     raise ValueError(f"rope_scaling: {', '.join(unknown)}: not known for rope_type {kind!r}")
@@ -526,7 +526,7 @@ def _base_and_scaling(
       f"logits are not known. Delete it if whole heads are meant"
     )
   [base] = _numbers({"rope_theta": rope.get("rope_theta", theta)}, "rope_theta")
-  return float(base), SCALINGS[kind](rope, theirs)
+  return float(base), scaling.read(rope, theirs)
 
 
 def _both(
@@ -601,7 +601,7 @@ def _rotary_size(theirs: Theirs, new: Any) -> int:
 def _write_rotary(model: Ours) -> dict[str, Any]:
   base, (kind, ours) = model["rotary_base"], named_scaling(tuple(model["rotary_scaling"]))
   scaling = {"rope_type": kind}
-  for name, key in _NUMBERS[kind].items():
+  for name, key in SCALINGS[kind].numbers.items():
     if name in ours:
       value = int(ours[name]) if name == "original_length" else ours[name]
       scaling[key] = [*value] if isinstance(value, tuple) else value

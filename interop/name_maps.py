@@ -294,6 +294,7 @@ class Part:
     axes: letters of each axis of the tensor, or of its matrix.
     start: its first index along the tensor's fused axis.
     step: from one of its indices there to the next.
+    column: its first column, in a tensor of blocks that are joined along rows, and 0 elsewhere.
     matrix: its index along the first dim of a tensor of all experts; None: of another.
   """
 
@@ -303,10 +304,19 @@ class Part:
   axes: tuple[str, ...]
   start: int = 0
   step: int = 1
+  column: int = 0
   matrix: int | None = None
 
-  def along(self, first: int, stop: int) -> slice:
-    """Returns where its elements from `first` to `stop` are along the tensor's fused axis."""
+  def along(self, first: int, stop: int, joined: bool = True) -> slice:
+    """Returns where its elements from `first` to `stop` are along an axis of the tensor.
+
+    Args:
+      first: of its elements.
+      stop: behind the last of them.
+      joined: whether the tensor's parts are joined along this axis.
+    """
+    if not joined:
+      return slice(first, stop, 1)
     end = self.start + (stop - 1) * self.step + 1
     return slice(self.start + first * self.step, end, self.step)
 
@@ -442,13 +452,15 @@ def joined(
     ours = ours[tuple(slice(0, sizes[letter]) for letter in part.letters)]
     order = [part.letters.index(letter) for letter in "".join(part.axes)]
     piece = ours.transpose(order).reshape([_size(axis, sizes) for axis in part.axes])
-    if len(tensor.parts) == 1 and part.matrix is None:
+    if piece.shape == tensor.shape:
       return piece
     if found is None:
-      found = np.empty(tensor.shape, piece.dtype)
+      found = np.zeros(tensor.shape, piece.dtype)
     matrix = found if part.matrix is None else found[part.matrix]
-    there = part.along(0, piece.shape[tensor.axis])
-    matrix[(slice(None),) * tensor.axis + (there,)] = piece
+    there = [slice(size) for size in piece.shape]
+    there[-1] = slice(part.column, part.column + piece.shape[-1])
+    there[tensor.axis] = part.along(0, piece.shape[tensor.axis])
+    matrix[tuple(there)] = piece
   return found
 
 

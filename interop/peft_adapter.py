@@ -12,7 +12,7 @@ import dataclasses
 import math
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -111,17 +111,6 @@ def _number(value: float) -> float | int:
 # ------------------------------ tensors ------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Blocks(Tensor):
-  """B of a fused module: a block for each part, zeros elsewhere.
-
-  Attributes:
-    starts: of each part, its first row and column.
-  """
-
-  starts: tuple[tuple[int, int], ...] = ()
-
-
 def tensors(spec: DecoderSpec, model_type: str) -> dict[str, Tensor]:
   """Returns the tensors of the adapters by name, layer after layer."""
   found, sizes, adapted = {}, name_maps.sizes_of(spec), modules(spec, model_type)
@@ -151,35 +140,18 @@ def _a(
 def _b(
   spec: DecoderSpec, sizes: Mapping[str, int], module: Module, layer: int, name: str
 ) -> Tensor:
+  """Returns B, which of a fused module has a block for each part, and zeros elsewhere."""
   rank, width = spec.lora.rank, RESIDUAL.width
-  parts, starts, row = [], [], 0
+  parts, row = [], 0
   for one in module.layers:
     kernel = spec.letters_of(f"{one}{_KERNEL}")
     # Of its kernel's letters, those that its inputs do not have.
     outputs = kernel.removeprefix(width) if kernel.startswith(width) else width
     if one in module.adapted:
-      starts.append((row, len(parts) * rank))
-      parts.append(Part(f"{one}/{LORA_B}", (layer,), f"r{outputs}", (outputs, "r")))
+      own = f"{one}/{LORA_B}", (layer,), f"r{outputs}", (outputs, "r")
+      parts.append(Part(*own, row, column=len(parts) * rank))
     row += math.prod(sizes[letter] for letter in outputs)
-  shape = (row, len(parts) * rank)
-  if len(module.layers) == 1:
-    return Tensor(name, shape, 0, tuple(parts))
-  return Blocks(name, shape, 0, tuple(parts), tuple(starts))
-
-
-def joined(
-  tensor: Tensor, sizes: Mapping[str, int], array: Callable[[str, tuple[int, ...]], np.ndarray]
-) -> np.ndarray:
-  """Returns a tensor as it is stored; as `name_maps.joined`, also of `Blocks`."""
-  if not isinstance(tensor, Blocks):
-    return name_maps.joined(tensor, sizes, array)
-  found = None
-  for part, (row, column) in zip(tensor.parts, tensor.starts, strict=True):
-    one = name_maps.joined(Tensor(tensor.name, tensor.shape, 0, (part,)), sizes, array)
-    if found is None:
-      found = np.zeros(tensor.shape, one.dtype)
-    found[row : row + one.shape[0], column : column + one.shape[1]] = one
-  return found
+  return Tensor(name, (row, len(parts) * rank), 0, tuple(parts))
 
 
 # ------------------------------ reading for a config with adapters ------------------------------
@@ -364,13 +336,10 @@ def _take_apart(
   found: dict[str, np.ndarray],
 ) -> None:
   """Puts a tensor's parts into the arrays of a model."""
-  shared = array.shape != tensor.shape
-  for number, part in enumerate(tensor.parts):
-    row, column = tensor.starts[number] if isinstance(tensor, Blocks) else (part.start, 0)
-    if shared and isinstance(tensor, Blocks):
-      column = 0
-    elif shared:
-      row = 0
+  shared = array.shape != tensor.shape  # one A for all parts, and B without zeros
+  for part in tensor.parts:
+    row = 0 if shared and part.axes[0] == "r" else part.start
+    column = 0 if shared else part.column
     height, width = (math.prod(sizes[letter] for letter in axis) for axis in part.axes)
     letters = "".join(part.axes)
     one = array[row : row + height, column : column + width]

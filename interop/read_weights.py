@@ -516,13 +516,13 @@ def _fill(
   leading = rows[0]
   per_row = math.prod(sizes[letter] for letter in rows[1:])
   across = _columns(columns, sizes, [own for own, _ in wanted])
-  block_columns = _along(part, axis == 1, across[0] * across[2], across[1] * across[2])
+  block_columns = part.along(across[0] * across[2], across[1] * across[2], axis == 1)
   letters = rows + columns
   order = [letters.index(letter) for letter in part.letters]
   row_bytes = stored.size // stored.shape[0] * per_row
   for first, stop in _merged([own[leading] for own, _ in wanted], sizes[leading]):
     for piece in pieces(first, stop, row_bytes, PIECE_BYTES):
-      block_rows = _along(part, axis == 0, piece.start * per_row, piece.stop * per_row)
+      block_rows = part.along(piece.start * per_row, piece.stop * per_row, axis == 0)
       block = stored.block(
         reader,
         slice(block_rows.start, block_rows.stop),
@@ -535,18 +535,6 @@ def _fill(
       starts = {leading: piece.start, **({columns[0]: across[0]} if columns else {})}
       for own, target in wanted:
         _copy(block, letters, starts, order, own, target)
-
-
-def _along(part: Part, joined: bool, first: int, stop: int) -> slice:
-  """Returns where elements of a part are along an axis of its tensor.
-
-  Args:
-    part: which.
-    joined: whether the tensor's parts are joined along this axis.
-    first: of the elements.
-    stop: behind their last.
-  """
-  return part.along(first, stop) if joined else slice(first, stop, 1)
 
 
 def _copy(

@@ -91,36 +91,33 @@ def read_metadata(path: os.PathLike | str) -> dict[str, str]:
 
 def _read(path: os.PathLike | str) -> tuple[dict[str, Stored], dict[str, str]]:
   path = os.fspath(path)
-  try:
-    descriptor = files.open_plain(path, os.O_RDONLY, follow=True)
-  except OSError as error:
-    raise ValueError(f"{path} cannot be read ({error})") from error
-  try:
-    size = os.fstat(descriptor).st_size
+  with contextlib.ExitStack() as stack:
     try:
-      length, content = _header(descriptor, size)
-      entries = files.parse_json(content)
-      found = _checked(path, entries, _LENGTH_BYTES + length, size)
-      texts = entries.get(METADATA)
-      texts = texts if isinstance(texts, Mapping) else {}
-      return found, {name: text for name, text in texts.items() if isinstance(text, str)}
+      descriptor = files.open_plain(path, os.O_RDONLY, follow=True)
+      stack.callback(os.close, descriptor)
+      return _parsed(path, descriptor, os.fstat(descriptor).st_size)
+    except OSError as error:
+      raise ValueError(f"{path} cannot be read ({error})") from error
     except ValueError as error:
       raise ValueError(
         f"{path}: {error}; it is damaged, or no safetensors file: copy or download it again"
       ) from error
-  finally:
-    os.close(descriptor)
 
 
-def _header(descriptor: int, size: int) -> tuple[int, bytes]:
+def _parsed(path: str, descriptor: int, size: int) -> tuple[dict[str, Stored], dict[str, str]]:
+  """Returns the arrays and the texts of a header; raises ValueError where it is not one."""
   if size < _LENGTH_BYTES:
     raise ValueError(f"it has {size} bytes")
   length = int.from_bytes(_bytes(descriptor, 0, _LENGTH_BYTES), "little")
+  first = _LENGTH_BYTES + length
   if length > MOST_HEADER_BYTES:
     raise ValueError(f"it does not begin with the length of a header ({length:,} bytes)")
-  if _LENGTH_BYTES + length > size:
-    raise ValueError(f"it ends inside its header: {size:,} of {_LENGTH_BYTES + length:,} bytes")
-  return length, _bytes(descriptor, _LENGTH_BYTES, length)
+  if first > size:
+    raise ValueError(f"it ends inside its header: {size:,} of {first:,} bytes")
+  entries = files.parse_json(_bytes(descriptor, _LENGTH_BYTES, length))
+  found, texts = _checked(path, entries, first, size), entries.get(METADATA)
+  texts = texts.items() if isinstance(texts, Mapping) else ()
+  return found, {name: text for name, text in texts if isinstance(text, str)}
 
 
 def _checked(path: str, entries: Any, first: int, size: int) -> dict[str, Stored]:

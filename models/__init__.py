@@ -5,6 +5,7 @@ has those of `Generator`. `build` returns an NNX module with the methods of `Net
 turns a finalized config into the model's spec; nothing below reads the config.
 """
 
+import importlib
 import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -13,7 +14,7 @@ import jax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from models import mlp, transformer, vit
+from models import mlp, transformer
 from models.losses import Batch, Sums
 from models.spec import ModelSpec
 from runtime.extensions import Table
@@ -116,7 +117,20 @@ class Scoring(Network, Protocol):
     ...
 
 
-MODELS: Table = Table("model", {"transformer": transformer, "mlp": mlp, "vit": vit})
+class DeferredModule:
+  """A module that is imported when something of it is used."""
+
+  def __init__(self, name: str):
+    self._name = name
+
+  def __getattr__(self, name: str) -> Any:
+    """Returns a member of the module."""
+    return getattr(importlib.import_module(self._name), name)
+
+
+MODELS: Table = Table(
+  "model", {"transformer": transformer, "mlp": mlp, "vit": DeferredModule("models.vit")}
+)
 
 
 def model_spec(config: ConfigDict) -> ModelSpec:

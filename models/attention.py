@@ -1,26 +1,174 @@
-"""Causal self-attention of queries over keys and values: the masked softmax, and where it runs.
+"""Causal self-attention: the caches, the masked softmax and where it runs, grouped-query attention.
 
 Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
 import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from models import attention_tiles, blockwise_attention, cudnn_attention, splash_attention
-from models.layer_pattern import Layer, layer_pattern
-from models.rematerialization import named
-from models.spec import DecoderSpec
-from models.token_positions import Rows
-from partitioning.constraints import constrain, tie_to
+from models.layers import Linear, Norm, adapter_dropout, named
+from models.positions import Layer, Rows, apply_rope, layer_pattern
+from models.spec import RESIDUAL, DecoderSpec, LayersSpec
+from partitioning.constraints import axes_splitting, constrain, tie_to
 from partitioning.dtypes import scaled, wide_dtype
-from partitioning.parallel.attention_blocks import Blocks, Scores
-from partitioning.parallel.ring_attention import ring_attention, sequence_axes
+from partitioning.parallel.matmuls import column_parallel, row_parallel
 from partitioning.parallel.sharded_function import splits
-from partitioning.parallel.splash_kernel import SplashBlocks
 from runtime.rematerialization import ATTENTION_OUTPUT
+
+# ------------------------------ block sizes ------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+  """Block sizes on one kind of device.
+
+  Attributes:
+    blockwise: most tokens of a block of queries and of keys in `models.blockwise_attention`.
+    splash: most tokens of a block in `models.splash_attention`.
+    source: where the sizes come from.
+  """
+
+  blockwise: tuple[int, int]
+  splash: int
+  source: str
+
+
+# By JAX's `device_kind`, in lower case.
+TILES = {
+  "cpu": Tiles(
+    (128, 128),
+    128,
+    "measured on two cores: rows of 256 to 4,096 tokens took 0.37 to 0.80 of the time of plain "
+    "attention, forward and backward, with larger blocks up to twice as much",
+  ),
+}
+# Compiled for TPUs and GPUs ahead of time, and not timed: blocks whose scores are some MiB. Splash
+# with blocks of 1024 needs more than a v5p's VMEM for heads of 256, with 2048 for heads of 128.
+DEFAULT_TILES = Tiles((512, 512), 512, "not measured")
+
+
+def device_tiles() -> Tiles:
+  """Returns the block sizes for the devices of the mesh in force."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return TILES.get(device.device_kind.lower() if device else "", DEFAULT_TILES)
+
+
+# ------------------------------ the caches of generation ------------------------------
+
+# The letters of the caches' arrays, of all layers.
+CACHE = {
+  "keys": "LBSKH",
+  "values": "LBSKH",
+  "latents": "LBSC",
+  "rotary_keys": "LBSI",
+  "lengths": "B",
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+  """Keys and values of the tokens read so far, of one layer or (with L first) of all.
+
+  A row is one document. Slot s of a row holds its s-th token, so rows may differ in length: what is
+  at or past a row's length is masked, whatever it is.
+
+  Attributes:
+    keys: [L, B, S, K, H], rotated by their positions, in the compute dtype.
+    values: likewise.
+    lengths: int32 [B], tokens read of each row.
+  """
+
+  keys: Any
+  values: Any
+  lengths: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LatentCache:
+  """What the keys and values of latent attention are computed from, as `Cache`.
+
+  Attributes:
+    latents: [L, B, S, C], after their norm, in the compute dtype.
+    rotary_keys: [L, B, S, I], of all heads, rotated by their positions.
+    lengths: int32 [B], tokens read of each row.
+  """
+
+  latents: Any
+  rotary_keys: Any
+  lengths: Any
+
+
+AnyCache = TypeVar("AnyCache", Cache, LatentCache)
+
+
+def update_cache(cache: AnyCache, *new: Float[Array, "B T ..."]) -> AnyCache:
+  """Returns one layer's cache with what new tokens add to its arrays, appended to each row.
+
+  The lengths are unchanged: the caller knows how many of the T are tokens and not padding.
+
+  Args:
+    cache: of one layer.
+    *new: in the order of the cache's fields, such as keys and values.
+  """
+
+  def write(row: Array, new: Array, start: Array) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(row, new, start, axis=0)
+
+  found = {}
+  for name, x in zip(_arrays(cache), new, strict=True):
+    joined = jax.vmap(write)(getattr(cache, name), x, cache.lengths)
+    found[name] = constrain(joined, CACHE[name][1:])
+  return dataclasses.replace(cache, **found)
+
+
+def cache_layer(cache: AnyCache, layer: Int[Array, ""]) -> AnyCache:
+  """Returns one layer's cache."""
+  found = {
+    name: constrain(
+      jax.lax.dynamic_index_in_dim(getattr(cache, name), layer, keepdims=False), CACHE[name][1:]
+    )
+    for name in _arrays(cache)
+  }
+  return dataclasses.replace(cache, **found)
+
+
+def set_cache_layer(cache: AnyCache, layer: Int[Array, ""], new: AnyCache) -> AnyCache:
+  """Returns the cache of all layers with one layer's arrays replaced."""
+  found = {
+    name: jax.lax.dynamic_update_index_in_dim(
+      getattr(cache, name), getattr(new, name), layer, axis=0
+    )
+    for name in _arrays(cache)
+  }
+  return dataclasses.replace(cache, **found)
+
+
+def per_layer(cache: Cache | LatentCache) -> dict[str, Any]:
+  """Returns the arrays that have the layers as their first dim, by field."""
+  return {name: getattr(cache, name) for name in _arrays(cache)}
+
+
+def of_layers(arrays: Mapping[str, Any], lengths_B: Int[Array, " B"]) -> Cache | LatentCache:
+  """Returns the cache with these arrays of `per_layer`."""
+  kind = Cache if "keys" in arrays else LatentCache
+  return kind(**arrays, lengths=lengths_B)
+
+
+def _arrays(cache: Cache | LatentCache) -> list[str]:
+  """Returns the names of the fields with numbers of each token."""
+  return [field.name for field in dataclasses.fields(cache) if field.name != "lengths"]
+
+
+# ------------------------------ the masked softmax ------------------------------
 
 # Queries, keys and values inside a block.
 QUERIES, KEYS = "BTNH", "BTKH"
@@ -216,16 +364,21 @@ class Attend:
     rows: Rows,
     sinks_N: Array | None,
   ) -> Float[Array, "B T N U"]:
+    from partitioning.parallel.attention_blocks import Blocks, Scores
+    from partitioning.parallel.ring_attention import ring_attention
+
     values = KEYS[:-1] + self.value_head
     k_BTKH, v_BTKU = constrain(k_BTKH, KEYS), constrain(v_BTKU, values)
     if self.kernel == "splash":
+      from partitioning.parallel.splash_kernel import SplashBlocks
+
       q_BTNH = scaled(q_BTNH, self.scale)
-      blocks = SplashBlocks(self.cap, self.windows, attention_tiles.of_devices().splash)
+      blocks = SplashBlocks(self.cap, self.windows, device_tiles().splash)
     else:
       scores = Scores(self.scale, wide_dtype(q_BTNH.dtype), self.cap)
       # With all scores, each ring step's are one block.
       every = (q_BTNH.shape[1],) * 2
-      sizes = every if self.kernel == "xla" else attention_tiles.of_devices().blockwise
+      sizes = every if self.kernel == "xla" else device_tiles().blockwise
       blocks = Blocks(scores, *sizes)
     return ring_attention(
       *(q_BTNH, k_BTKH, v_BTKU, rows.segments_BT),
@@ -252,37 +405,40 @@ class Attend:
     segments = None
     if rows.segments_BT is not None:
       segments = rows.segments_BT, constrain(rows.segments_BT, "BS")
-    complete = not cached and not sequence_axes("T")
+    complete = not cached and not axes_splitting("T")
     given = {"scale": self.scale, "cap": self.cap, "sinks_N": sinks_N}
     if self.kernel != "xla":
       k_BSKH, v_BSKU = self._served(k_BSKH), self._served(v_BSKU, self.value_head)
       given |= {"windows": self.windows, "kind": layer.kind, "value_head": self.value_head}
-    if self.kernel == "splash" and complete:
-      block = attention_tiles.of_devices().splash
-      return splash_attention.attention(q_BTNH, k_BSKH, v_BSKU, segments, block=block, **given)
-    q_BTNH, (slots_BT, segments) = tie_to(q_BTNH, (rows.slots_BT, segments))
-    if self.kernel == "splash" and not cached:  # a device's queries of rows that axes split
-      block = attention_tiles.of_devices().splash
-      given |= {"slots_T": slots_BT[0], "block": block}
+    splash = self.kernel == "splash" and not cached
+    if not (splash and complete):
+      q_BTNH, (slots_BT, segments) = tie_to(q_BTNH, (rows.slots_BT, segments))
+    if splash:
+      from models import splash_attention
+
+      # Of rows that axes split, the slots of a device's queries.
+      given |= {"slots_T": None if complete else slots_BT[0], "block": device_tiles().splash}
       return splash_attention.attention(q_BTNH, k_BSKH, v_BSKU, segments, **given)
-    if self.kernel == "cudnn" and complete:
-      its = {name: given[name] for name in ("scale", "windows", "kind")}
-      return cudnn_attention.attention(q_BTNH, k_BSKH, v_BSKU, slots_BT, **its)
-    if self.kernel != "xla":
-      return blockwise_attention.attention(
-        *(q_BTNH, k_BSKH, v_BSKU, slots_BT, segments),
-        complete=complete,
-        blocks=attention_tiles.of_devices().blockwise,
+    if self.kernel == "xla":
+      output_BTNU = causal_attention(
+        *(q_BTNH, self._repeated(k_BSKH), self._repeated(v_BSKU, self.value_head)),
+        *(slots_BT, segments),
+        window=layer.window,
+        blocks=blocks_of(q_BTNH.shape[1]) if complete else 1,
         **given,
       )
-    output_BTNU = causal_attention(
-      *(q_BTNH, self._repeated(k_BSKH), self._repeated(v_BSKU, self.value_head)),
-      *(slots_BT, segments),
-      window=layer.window,
-      blocks=blocks_of(q_BTNH.shape[1]) if complete else 1,
+      return named(output_BTNU, ATTENTION_OUTPUT)
+    from models import blockwise_attention
+
+    if self.kernel == "cudnn" and complete:
+      its = {name: given[name] for name in ("scale", "windows", "kind")}
+      return blockwise_attention.cudnn_attention(q_BTNH, k_BSKH, v_BSKU, slots_BT, **its)
+    return blockwise_attention.attention(
+      *(q_BTNH, k_BSKH, v_BSKU, slots_BT, segments),
+      complete=complete,
+      blocks=device_tiles().blockwise,
       **given,
     )
-    return named(output_BTNU, ATTENTION_OUTPUT)
 
   def _repeated(self, x_BSKH: Float[Array, "B S K H"], head: str = "H") -> Float[Array, "B S N H"]:
     """Returns keys or values for each query head; each serves N/K of them.
@@ -296,3 +452,139 @@ class Attend:
     heads = x_BSKH.shape[2]
     alike = splits("K", heads) == splits("N", heads * self.groups)
     return x_BSKH if alike else self._repeated(x_BSKH, head)
+
+
+# ------------------------------ projections ------------------------------
+
+SINK_DEVIATION = 0.02  # of the initial sinks, as of gpt-oss in the transformers library
+
+
+def out_dims(spec: LayersSpec, heads: str) -> dict[str, str]:
+  """Returns the rows of the projection `out` of an attention with these letters of values."""
+  return {"out/kernel": f"{heads}D", **({"out/bias": "D"} if spec.has_bias("out") else {})}
+
+
+class GroupedQueryAttention(nnx.Module):
+  """Grouped-query attention. Sources: arXiv:2305.13245; 2104.09864 for rotary positions."""
+
+  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs, name: str = "layers/attention"):
+    """Draws the four projections; the last is scaled down by the depth, as in GPT-2."""
+    self.spec, linear = spec, functools.partial(Linear, spec=spec, rngs=rngs)
+    self.query, self.key = linear(f"{name}/query"), linear(f"{name}/key")
+    self.value = linear(f"{name}/value")
+    if spec.query_key_norm:
+      self.query_norm = Norm(f"{name}/query_norm", spec)
+      self.key_norm = Norm(f"{name}/key_norm", spec)
+    self.out = linear(f"{name}/out", scale=spec.out_scale)
+    if spec.attention_sinks:
+      dtype, shape = spec.parameter_dtype, spec.sizes("N")
+      deviation = jnp.asarray(SINK_DEVIATION, dtype)
+      self.sinks = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
+    self.attend = Attend.of(spec)
+
+  @staticmethod
+  def dims(spec: DecoderSpec) -> dict[str, str]:
+    """Returns parameter -> letters."""
+    found, rows = {"query/kernel": "DNH", "(key|value)/kernel": "DKH"}, {"query": "NH", "key": "KH"}
+    biases = {**rows, "value": "KH"}
+    found |= {f"{name}/bias": letters for name, letters in biases.items() if spec.has_bias(name)}
+    if spec.query_key_norm:
+      across = {f"{name}_norm/scale": letters for name, letters in rows.items()}
+      found |= across if spec.query_key_norm_across_heads else {"(query|key)_norm/scale": "H"}
+    if spec.attention_sinks:
+      found["sinks"] = "N"
+    return found | out_dims(spec, "NH")
+
+  def __call__(
+    self,
+    x_BRD: Float[Array, "B R D"],
+    layer: Layer,
+    rows: Rows,
+    cache: Cache | None = None,
+    key: Key[Array, ""] | None = None,
+  ) -> tuple[Float[Array, "B R D"], Cache | None]:
+    """Returns the residual's update, and the cache with these tokens in it.
+
+    Args:
+      x_BRD: the normalized residual.
+      layer: the numbers that differ between layers.
+      rows: slots, positions and documents of the tokens.
+      cache: this layer's; None if x has all tokens.
+      key: draws the dropout of the adapters' inputs; None turns it off.
+    """
+    spec, keys = self.spec, (None, None) if key is None else jax.random.split(key)
+    dropped = functools.partial(adapter_dropout, spec.lora.dropout, slots_T=rows.slots_BT[0])
+    projections = [self.query, self.key, self.value]
+    inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
+    projected = column_parallel(x_BRD, projections, RESIDUAL, inputs)
+    q_BTNH, k_BTKH, v_BTKH = (
+      named(linear.add_bias(x), name)
+      for linear, x, name in zip(projections, projected, ("query", "key", "value"), strict=True)
+    )
+    if spec.query_key_norm:
+      q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+    if most := spec.clip_qkv:
+      q_BTNH, k_BTKH, v_BTKH = (jnp.clip(x, -most, most) for x in (q_BTNH, k_BTKH, v_BTKH))
+    if (table_2BTh := rows.rope(layer)) is not None:
+      adjacent = spec.rotary_pairs == "adjacent"
+      q_BTNH, k_BTKH = (apply_rope(x, table_2BTh, adjacent=adjacent) for x in (q_BTNH, k_BTKH))
+    q_BTNH = layer.scaled(q_BTNH)
+    if cache is not None:
+      cache = update_cache(cache, constrain(k_BTKH, "BSKH"), constrain(v_BTKH, "BSKH"))
+      k_BTKH, v_BTKH = cache.keys, cache.values
+    sinks_N = constrain(self.sinks[...], "N") if spec.attention_sinks else None
+    output_BTNH = self.attend(
+      q_BTNH, k_BTKH, v_BTKH, layer, rows, sinks_N, cached=cache is not None
+    )
+    inputs = dropped(key=keys[1], letters=QUERIES, shape=output_BTNH.shape)
+    return self.out.add_bias(row_parallel(output_BTNH, self.out, RESIDUAL, inputs)), cache
+
+
+class BidirectionalAttention(nnx.Module):
+  """Multi-head attention of every token to all: that of an encoder."""
+
+  def __init__(self, spec: LayersSpec, *, rngs: nnx.Rngs, name: str = "layers/attention"):
+    """Draws the four projections; the last is scaled down by the depth, as in GPT-2."""
+    linear = functools.partial(Linear, spec=spec, rngs=rngs)
+    self.query, self.key = linear(f"{name}/query"), linear(f"{name}/key")
+    self.value = linear(f"{name}/value")
+    self.out = linear(f"{name}/out", scale=spec.out_scale)
+
+  @staticmethod
+  def dims(spec: LayersSpec) -> dict[str, str]:
+    """Returns parameter -> letters."""
+    rows = {"(query|key|value)/kernel": "DNH", "(query|key|value)/bias": "NH"}
+    return rows | out_dims(spec, "NH")
+
+  def __call__(
+    self,
+    x_BRD: Float[Array, "B R D"],
+    layer: Layer,
+    rows: Rows,
+    cache: None = None,
+    key: Key[Array, ""] | None = None,
+  ) -> tuple[Float[Array, "B R D"], None]:
+    """Returns the update of the residual, given its normalized value; the others are not read."""
+    del layer, rows, key
+    projections = [self.query, self.key, self.value]
+    projected = column_parallel(x_BRD, projections, RESIDUAL)
+    q_BTNH, k_BTNH, v_BTNH = (
+      linear.add_bias(x) for linear, x in zip(projections, projected, strict=True)
+    )
+    k_BSNH, v_BSNH = constrain(k_BTNH, "BSNH"), constrain(v_BTNH, "BSNH")
+    output_BTNH = constrain(bidirectional_attention(q_BTNH, k_BSNH, v_BSNH), QUERIES)
+    return self.out.add_bias(row_parallel(output_BTNH, self.out, RESIDUAL)), cache
+
+
+def bidirectional_attention(
+  q_BTNH: Float[Array, "B T N H"], k_BSNH: Float[Array, "B S N H"], v_BSNH: Float[Array, "B S N H"]
+) -> Float[Array, "B T N H"]:
+  """Returns attention without a mask, its softmax in float32 or wider.
+
+  Source: arXiv:1706.03762, section 3.2.1.
+  """
+  wide = wide_dtype(q_BTNH.dtype)
+  q_BTNH = scaled(q_BTNH, q_BTNH.shape[-1] ** -0.5)
+  scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=wide)
+  weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BSNH.dtype)
+  return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)

@@ -4,10 +4,8 @@
 uses them as well.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +22,7 @@ from partitioning.parallel.attention_blocks import (
   Scores,
   Softmax,
   by_heads,
+  by_kind,
   by_tokens,
   empty_softmax,
   grouped,
@@ -91,17 +90,11 @@ class _Facts(NamedTuple):
   kind: Array | None
 
 
-@dataclasses.dataclass(frozen=True)
-class _How:
+class _How(NamedTuple):
   """The static part: blocks, and the windows of the kinds of layers."""
 
   blocks: Blocks
   windows: tuple[int | None, ...]
-
-  def of_kind(self, kind: Array | None, function: Callable, *given: Any) -> Any:
-    """Returns function(window, *given) with the window of a layer's kind."""
-    ways = [functools.partial(function, window) for window in self.windows]
-    return ways[0](*given) if kind is None else jax.lax.switch(kind, ways, *given)
 
 
 def _pairs(q_BTNH: Array, k_BSKH: Array, v_BSKU: Array, facts: _Facts) -> tuple[Queries, Keys]:
@@ -127,7 +120,7 @@ def _forward(how: _How, q: Array, k: Array, v: Array, sinks: Array | None, facts
     start = empty_softmax(shape, how.blocks.scores.dtype, grouped(sinks, k.shape[2]))
     return attention_blocks.add_keys(how.blocks, start, queries, keys, window)
 
-  found = how.of_kind(facts.kind, softmax, queries, keys)
+  found = by_kind(how.windows, facts.kind, softmax, queries, keys)
   out_BKGTU, normalizer_BKGT = found.finished()
   out = checkpoint_name(by_tokens(out_BKGTU).astype(v.dtype), ATTENTION_OUTPUT)
   normalizer_BKGT = checkpoint_name(normalizer_BKGT, ATTENTION_OUTPUT)
@@ -146,10 +139,79 @@ def _backward(how: _How, saved, d_out: Array):
     zeros = tuple(jnp.zeros(x.shape, how.blocks.scores.dtype) for x in arrays)
     return attention_blocks.add_gradients(how.blocks, zeros, given, queries, keys, window)
 
-  d_q, d_k, d_v = how.of_kind(facts.kind, gradients, given, queries, keys)
+  d_q, d_k, d_v = by_kind(how.windows, facts.kind, gradients, given, queries, keys)
   d_sinks = attention_blocks.sink_gradient(sinks, given)
   d_k, d_v = jnp.swapaxes(d_k, 1, 2).astype(k.dtype), jnp.swapaxes(d_v, 1, 2).astype(v.dtype)
   return by_tokens(d_q).astype(q.dtype), d_k, d_v, d_sinks, None
 
 
 _attend.defvjp(_forward, _backward)
+
+
+# ------------------------------ cuDNN ------------------------------
+# Flash attention (arXiv:2205.14135) for GPUs of Hopper's generation and later, through `jax.nn`,
+# which gives access to causal masks, sliding windows and groups of query heads; not to documents,
+# soft caps and sinks, and not to other rows than complete ones. configs/schema/model_checks.py
+# refuses the rest.
+
+CUDNN_KERNEL = "cudnn_attention"  # of the kernel in a trace, by which plans know it
+# Of the blocks of keys in a plan, where nothing runs: only what is read and written counts there.
+_PLANNED_BLOCKS = (512, 512)
+
+
+def cudnn_attention(
+  q_BTNH: Float[Array, "B T N H"],
+  k_BSKH: Float[Array, "B S K H"],
+  v_BSKH: Float[Array, "B S K H"],
+  slots_BT: Int[Array, "#B T"],
+  *,
+  scale: float | None = None,
+  windows: tuple[int | None, ...] = (None,),
+  kind: Int[Array, ""] | None = None,
+  implementation: str | None = None,
+) -> Float[Array, "B T N H"]:
+  """Returns the same as `attention.causal_attention`, for complete rows.
+
+  Args:
+    q_BTNH: queries, in float16 or bfloat16 for cuDNN.
+    k_BSKH: keys, as many; each of the K heads serves N/K query heads.
+    v_BSKH: values.
+    slots_BT: of the queries: t.
+    scale: of the scores; None: H ** -0.5.
+    windows: the sliding windows of the kinds of layers; None: the full past.
+    kind: which of them; None: the first.
+    implementation: `cudnn`, or `xla`: JAX's in plain operations, with all scores. None: cudnn where
+      there are GPUs. Elsewhere, where a plan for GPUs is traced, blockwise attention: it saves the
+      same arrays for its backward pass.
+  """
+  if implementation is None and jax.default_backend() == "gpu":
+    implementation = "cudnn"
+
+  def kernel(q, k, v, slots, kind) -> Array:
+    given = {"scale": scale, "windows": windows, "kind": kind}
+    if implementation is None:
+      how = {"complete": True, "blocks": _PLANNED_BLOCKS}
+      return attention(q, k, v, slots, **given, **how)
+    of_keys = "BSNH" if k.shape[2] == q.shape[2] else "BSKH"
+    named = ("BTNH", of_keys, of_keys, "")
+    on_device = functools.partial(_cudnn_on_device, implementation, scale, windows)
+    out_BTNH = on_shards(on_device, named, "BTNH", q, k, v, kind)
+    return checkpoint_name(out_BTNH, ATTENTION_OUTPUT)
+
+  kernel.__name__ = CUDNN_KERNEL
+  # A new function each time: JAX would reuse one that was traced under another activation layout.
+  return jax.jit(kernel)(q_BTNH, k_BSKH, v_BSKH, slots_BT, kind)
+
+
+def _cudnn_on_device(
+  implementation: str, scale: float | None, windows: tuple, q: Array, k: Array, v: Array, kind
+) -> Array:
+  """Returns the attention output on one device."""
+
+  def of_window(window: int | None, q: Array, k: Array, v: Array) -> Array:
+    beyond = window is None or window >= k.shape[1]
+    past = None if beyond else (window - 1, 0)  # tokens before the query's own, and after
+    how = {"scale": scale, "is_causal": True, "local_window_size": past}
+    return jax.nn.dot_product_attention(q, k, v, implementation=implementation, **how)
+
+  return by_kind(windows, kind, of_window, q, k, v)

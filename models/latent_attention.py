@@ -13,15 +13,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from models.attention import Attend, causal_mask, masked_softmax
-from models.grouped_query_attention import out_dims
-from models.kv_cache import LatentCache, update_cache
-from models.layer_pattern import Layer
-from models.layers import Linear, Norm
-from models.rematerialization import named
-from models.rope import apply_rope
+from models.attention import (
+  Attend,
+  LatentCache,
+  causal_mask,
+  masked_softmax,
+  out_dims,
+  update_cache,
+)
+from models.layers import Linear, Norm, named
+from models.positions import Layer, Rows, apply_rope
 from models.spec import RESIDUAL, DecoderSpec
-from models.token_positions import Rows
 from partitioning.constraints import constrain
 from partitioning.dtypes import scaled, wide_dtype
 from partitioning.parallel.matmuls import column_parallel, for_each_head, row_parallel

@@ -1,5 +1,11 @@
-"""Runs a decoder's layers in their order, each stack of them in scans."""
+"""The layers of a decoder: one layer, and stacks of them, run in their order in scans.
 
+Of complete rows, or of tokens that follow those in a cache. Where pipeline stages split the layers,
+and no schedule runs, one stage after another.
+Names carry their dims: `x_BRD` is batch, residual sequence, width.
+"""
+
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -8,8 +14,159 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int, Key
 
+from models import activations
+from models.attention import (
+  BidirectionalAttention,
+  Cache,
+  GroupedQueryAttention,
+  LatentCache,
+  cache_layer,
+  of_layers,
+  per_layer,
+  set_cache_layer,
+)
+from models.layers import MLP, Norm, dropout, named, rematerialized
+from models.losses import Sums
+from models.positions import Layer, Rows
+from models.spec import LATENT_ATTENTION, LAYERS, RESIDUAL, LayersSpec, under
+from partitioning.dtypes import scaled
+from partitioning.parallel.pipeline_schedule import stages_of
 from runtime.layer_kinds import is_sparse
+
+# ------------------------------ one layer ------------------------------
+
+
+def _latent_attention() -> type[nnx.Module]:
+  from models.latent_attention import LatentAttention  # of such models alone
+
+  return LatentAttention
+
+
+# By `model.attention`: what returns the class.
+ATTENTION: dict[str, Callable[[], type[nnx.Module]]] = {
+  "grouped_query": lambda: GroupedQueryAttention,
+  "bidirectional": lambda: BidirectionalAttention,
+  LATENT_ATTENTION: _latent_attention,
+}
+
+
+class Block(nnx.Module):
+  """One layer: attention and MLP, each with a norm before it, after it, or both.
+
+  In place of the MLP it may have a mixture of experts.
+  """
+
+  def __init__(self, spec: LayersSpec, *, rngs: nnx.Rngs, stack: str = LAYERS):
+    """Draws the layer's parameters from `rngs.params`.
+
+    Args:
+      spec: of the model.
+      rngs: draws them.
+      stack: how their names begin. Of a model with experts the layers in `dense_layers/` have none.
+    """
+    self.spec = spec
+    if spec.pre_norms:
+      self.attention_norm = Norm(f"{stack}attention_norm", spec)
+    self.attention = ATTENTION[spec.attention]()(spec, rngs=rngs, name=f"{stack}attention")
+    if spec.pre_norms:
+      self.mlp_norm = Norm(f"{stack}mlp_norm", spec)
+    self.sparse = spec.experts > 0 and stack == LAYERS
+    if self.sparse:
+      from models.experts import Experts  # of such models alone
+
+      self.experts = Experts(spec, rngs=rngs)
+    else:
+      self.mlp = MLP(spec, rngs=rngs, name=f"{stack}mlp")
+    if spec.post_norms:
+      self.attention_post_norm = Norm(f"{stack}attention_post_norm", spec)
+      self.mlp_post_norm = Norm(f"{stack}mlp_post_norm", spec)
+
+  @staticmethod
+  def dims(spec: LayersSpec, stack: str = LAYERS) -> dict[str, str]:
+    """Returns parameter -> letters, of a layer of a stack."""
+    if spec.experts > 0 and stack == LAYERS:
+      from models.experts import Experts
+
+      feedforward = under("experts", Experts.dims(spec))
+    else:
+      feedforward = under("mlp", MLP.dims(spec) | MLP.bias_dims(spec))
+    found = under("attention", ATTENTION[spec.attention]().dims(spec)) | feedforward
+    for kind, there in (("norm", spec.pre_norms), ("post_norm", spec.post_norms)):
+      for part in ("attention", "mlp") if there else ():
+        found |= under(f"{part}_{kind}", Norm.dims(spec))
+    return found
+
+  def __call__(
+    self,
+    x_BRD: Float[Array, "B R D"],
+    layer: Layer,
+    key: Key[Array, ""] | None,
+    rows: Rows,
+    cache: Cache | LatentCache | None = None,
+  ) -> tuple[Float[Array, "B R D"], Cache | LatentCache | None, Sums]:
+    """Returns the residual after this layer, the layer's cache, and numbers of each row.
+
+    Args:
+      x_BRD: the residual.
+      layer: the numbers that differ between layers.
+      key: draws the dropout; None turns it off.
+      rows: slots, positions and documents of the tokens.
+      cache: keys and values of earlier tokens; None if x has all tokens.
+
+    Returns:
+      The residual; the cache; numbers of each row [B, ...], by name: of a sparse layer, those of
+      `models.experts`.
+    """
+    spec, keys = self.spec, (None,) * 4
+    if key is not None:
+      count = 4 if spec.lora.dropout else 2
+      keys = (*jax.random.split(key, count), None, None)[:4]
+    x_BRD = named(x_BRD, "layer_input")
+    normed_BRD = x_BRD
+    if spec.pre_norms:
+      normed_BRD = named(self.attention_norm(x_BRD), "attention_input")
+    update_BRD, cache = self.attention(normed_BRD, layer, rows, cache, keys[2])
+    update_BRD = named(update_BRD, "attention_update")
+    if spec.post_norms:
+      update_BRD = self.attention_post_norm(update_BRD)
+    update_BRD = self._scaled(update_BRD)
+    activations.record("attention", update_BRD)
+    x_BRD = x_BRD + dropout(update_BRD, spec.dropout_rate, keys[0], rows.slots_BT[0])
+    normed_BRD = named(self.mlp_norm(x_BRD), "mlp_input") if spec.pre_norms else x_BRD
+    numbers = {}
+    if self.sparse:
+      update_BRD, numbers = self.experts(normed_BRD, rows)
+    else:
+      update_BRD = self.mlp(normed_BRD, keys[3], rows.slots_BT[0])
+    update_BRD = named(update_BRD, "mlp_update")
+    if spec.post_norms:
+      update_BRD = self.mlp_post_norm(update_BRD)
+    update_BRD = self._scaled(update_BRD)
+    activations.record("mlp", update_BRD)
+    x_BRD = x_BRD + dropout(update_BRD, spec.dropout_rate, keys[1], rows.slots_BT[0])
+    activations.record("residual", x_BRD)
+    return x_BRD, cache, numbers
+
+  def _scaled(self, update_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
+    """Returns what is added to the residual, times `model.residual_multiplier` (Granite)."""
+    factor = self.spec.residual_multiplier
+    return update_BRD if factor == 1.0 else scaled(update_BRD, factor)
+
+
+def stacked(spec: LayersSpec, rngs: nnx.Rngs, count: int, name: str) -> Block:
+  """Returns `count` layers with their parameters stacked along the first dim."""
+
+  @nnx.split_rngs(splits=count)
+  @nnx.vmap(in_axes=0, out_axes=0)
+  def stack(rngs: nnx.Rngs) -> Block:
+    return Block(spec, rngs=rngs, stack=name)
+
+  return stack(rngs)
+
+
+# ------------------------------ scans over layers ------------------------------
 
 # The carry and what one layer is given -> the carry and what the layer returns.
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -138,3 +295,144 @@ def _in_periods(tree: Any, size: int, times: int) -> Any:
 
 def _of_periods(tree: Any, size: int) -> Any:
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree) if size else tree
+
+
+# ------------------------------ the stacks of a decoder ------------------------------
+
+
+def blocks(
+  model: Any,
+  x_BRD: Float[Array, "B R D"],
+  rows: Rows,
+  key: Key[Array, ""] | None,
+  *,
+  start: int,
+  stop: int | None,
+  first: Int[Array, ""] | int,
+) -> tuple[Float[Array, "B R D"], dict[str, jax.Array]]:
+  """Returns what `Transformer.blocks` does, of a `Transformer`; arguments as there."""
+  graphdef, stack = nnx.split(model.layers)
+  stages = stages_of("L")
+  if stages == 1:
+    return _run(model, graphdef, stack, x_BRD, rows, key, start, stop, first)
+  count = model.spec.layers // stages
+
+  def of_stage(stack: Any, x_BRD: Array, given: Any, stage: Int[Array, ""]) -> tuple:
+    rows, key = given
+    with activations.recording():  # of one stage: not those of all layers
+      return _run(model, graphdef, stack, x_BRD, rows, key, 0, None, stage * count)
+
+  return _relayed(of_stage, stack, x_BRD, (rows, key))
+
+
+def _relayed(*given: Any) -> tuple[Array, Any]:
+  from partitioning.parallel import pipeline  # where the layers are split
+
+  return pipeline.relayed(*given, RESIDUAL.between)
+
+
+def _run(
+  model: Any,
+  graphdef: nnx.GraphDef,
+  stack: Any,
+  x_BRD: Float[Array, "B R D"],
+  rows: Rows,
+  key: Key[Array, ""] | None,
+  start: int,
+  stop: int | None,
+  first: Int[Array, ""] | int,
+) -> tuple[Float[Array, "B R D"], dict[str, jax.Array]]:
+  """Runs stacked layers start to stop - 1, of which number 0 is number `first` of the model."""
+  keys = None if key is None else jax.random.split(key, model.spec.layers)
+  every = (model.layer_pattern.stacked(), keys)
+  if model.dense_layers is None:
+    stop = jax.tree.leaves(stack)[0].shape[0] if stop is None else stop
+    if stop - start < model.spec.layers:
+      every = jax.tree.map(
+        lambda x: jax.lax.dynamic_slice_in_dim(x, first + start, stop - start), every
+      )
+      stack = jax.tree.map(lambda x: x[start:stop], stack)
+  else:
+    assert (start, stop) == (0, None), "layers of two stacks are run together"
+
+  def layer(block, x_BRD, one):
+    with activations.layer() as recorded:
+      x_BRD, _, numbers = block(x_BRD, *one, rows)
+    return x_BRD, (numbers, recorded)
+
+  x_BRD, found, of_dense = over_layers(
+    layer,
+    nnx.merge(graphdef, stack),
+    model.dense_layers,
+    model.layer_order,
+    x_BRD,
+    every,
+    wrapped=lambda step: rematerialized(
+      step, model.spec.rematerialization, reshard=model.spec.reshard_after_forward
+    ),
+    unroll=model.spec.scan_unroll,
+  )
+  if of_dense:
+    activations.record_layers(of_dense[1], activations.DENSE)
+  activations.record_layers(found[1])
+  return x_BRD, found[0]
+
+
+def extended(
+  model: Any, x_BRD: Float[Array, "B R D"], rows: Rows, cache: Cache | LatentCache
+) -> tuple[Float[Array, "B R D"], Cache | LatentCache]:
+  """Returns the residual after all layers of a `Transformer`, and the cache with the tokens.
+
+  Args:
+    model: the decoder.
+    x_BRD: of the tokens that follow those in the cache.
+    rows: their slots and positions.
+    cache: of all layers.
+  """
+  graphdef, stack = nnx.split(model.layers)
+  stages = stages_of("L")
+  count = model.spec.layers // stages
+
+  def of_stage(stacked: Any, x_BRD: Array, given: Any, stage: Int[Array, ""] | int) -> tuple:
+    (stack, arrays), (rows, lengths_B) = stacked, given
+    cache = of_layers(arrays, lengths_B)
+    return _extended(model, nnx.merge(graphdef, stack), x_BRD, rows, cache, stage * count)
+
+  given = (stack, per_layer(cache)), x_BRD, (rows, cache.lengths)
+  if stages == 1:
+    x_BRD, arrays = of_stage(*given, 0)
+  else:
+    x_BRD, arrays = _relayed(of_stage, *given)
+  return x_BRD, dataclasses.replace(cache, **arrays)
+
+
+def _extended(
+  model: Any,
+  layers: nnx.Module,
+  x_BRD: Float[Array, "B R D"],
+  rows: Rows,
+  cache: Cache | LatentCache,
+  first: Int[Array, ""] | int,
+) -> tuple[Float[Array, "B R D"], dict[str, jax.Array]]:
+  """Returns the residual after stacked layers, of which `first` is the first, and their cache."""
+
+  def layer(block, carry, inputs):
+    x_BRD, cache = carry
+    one, number = inputs
+    x_BRD, new, _ = block(x_BRD, one, None, rows, cache_layer(cache, number))
+    return (x_BRD, set_cache_layer(cache, number, new)), None
+
+  count = jax.tree.leaves(per_layer(cache))[0].shape[0]
+  every = model.layer_pattern.stacked()
+  if count < model.spec.layers:
+    every = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count), every)
+  # In the carry, not a scanned input: a layer is updated in place, and there is only one cache.
+  (x_BRD, cache), *_ = over_layers(
+    layer,
+    layers,
+    model.dense_layers,
+    model.layer_order,
+    (x_BRD, cache),
+    (every, jnp.arange(count, dtype=jnp.int32)),
+  )
+  return x_BRD, per_layer(cache)

@@ -7,30 +7,190 @@ Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, Key
+from jax.ad_checkpoint import checkpoint_name
 
-from models import lora
-from models.random_rows import bernoulli_rows
-from models.rematerialization import kept, named
+# jax.random draws complete arrays only; which counts it hashes: jax#13040.
+from jax.extend.random import threefry2x32_p
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+
 from models.spec import LORA_A, LORA_B, RESIDUAL, DecoderSpec, LayersSpec, ModelSpec
 from partitioning.constraints import batch_part, constrain
-from partitioning.dtypes import scaled, wide_dtype
-from partitioning.parallel import eight_bit
+from partitioning.dtypes import MAGNITUDES, known_magnitudes, scaled, wide_dtype
 from partitioning.parallel.matmuls import (
   Dropped,
+  EightBit,
   LowRank,
   column_parallel,
   feedforward,
   in_one_ring,
   row_parallel,
 )
+from partitioning.parallel.sharded_function import GATHERED
 from partitioning.parallel.vocabulary import vocab_parallel_embedding
+from partitioning.rules import HOST
+from runtime.rematerialization import LAYER_INPUT, NAMES, OFFLOAD, RECOMPUTE, SAVE, parse
+
+# ------------------------------ rematerialization ------------------------------
+# By name: the policies of `training.rematerialization`; `runtime.rematerialization` reads the key.
+
+# Preset -> its policy without exceptions; None: no rematerialization.
+_POLICIES = {
+  "none": None,
+  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def named(x: jax.Array, name: str) -> jax.Array:
+  """Returns an activation under its name, one of `NAMES`.
+
+  Outside of a matmul's own `jax.checkpoint`: the policy of the layer's does not see inside.
+  """
+  assert name in NAMES, name
+  return checkpoint_name(x, name)
+
+
+def kept(text: str, names: Iterable[str]) -> bool:
+  """Returns whether any of these activations is saved or offloaded for the backward pass.
+
+  Args:
+    text: of `training.rematerialization`.
+    names: of activations.
+  """
+  choices = parse(text)
+  return any(choices.by_name[name] != RECOMPUTE for name in names)
+
+
+def rematerialized(layer: Callable, text: str, *, reshard: bool = True) -> Callable:
+  """Returns a layer's function, whose backward pass finds of its activations what `text` says.
+
+  Args:
+    layer: the body of a scan.
+    text: of `training.rematerialization`.
+    reshard: of `partitioning.reshard_after_forward`; False saves gathered kernels as well.
+  """
+  choices = parse(text)
+  if choices.given or not choices.preset:
+    # The layer's input, if it is saved, is saved as the function's argument.
+    saved = [name for name in choices.chosen(SAVE) if name != LAYER_INPUT]
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+      names_which_can_be_saved=saved if reshard else [*saved, GATHERED],
+      names_which_can_be_offloaded=choices.chosen(OFFLOAD),
+      offload_src="device",
+      offload_dst=HOST,
+    )
+  elif (policy := _POLICIES[choices.preset]) is None:
+    return layer
+  elif not reshard:
+    gathered = jax.checkpoint_policies.save_only_these_names(GATHERED)
+    policy = jax.checkpoint_policies.save_from_both_policies(policy, gathered)
+  return jax.checkpoint(layer, prevent_cse=False, policy=policy)
+
+
+# ------------------------------ low-rank adapters ------------------------------
+# LoRA: y = x W + s (x A) B, with W frozen and A and B trained. Sources: arXiv:2106.09685;
+# arXiv:2312.03732 for s = alpha / sqrt(r) instead of alpha / r. `partitioning.parallel.matmuls`
+# computes it beside the kernel's own matmul, so that neither A B nor the gradient of W is formed.
+
+
+def draw_adapter(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+  """Draws A as PEFT does: uniformly within fan_in ** -0.5, which is Kaiming's with a = sqrt(5).
+
+  Args:
+    key: draws it.
+    shape: of A, the rank last.
+    dtype: of A.
+  """
+  bound = jnp.asarray(math.prod(shape[:-1]) ** -0.5, dtype)
+  return jax.random.uniform(key, shape, dtype, -1, 1) * bound
+
+
+def merge_adapters(spec: ModelSpec, params: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns parameters of the same model without adapters: kernel + s A B.
+
+  The sum is computed in float32 or wider and rounded to the kernel's dtype once.
+
+  Args:
+    spec: of the model with adapters.
+    params: nested dict, arrays of NumPy or JAX; under `jax.jit` they may be sharded.
+  """
+
+  def merged(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    found = {
+      key: merged(value, f"{prefix}{key}/") if isinstance(value, Mapping) else value
+      for key, value in tree.items()
+      if key not in (LORA_A, LORA_B)
+    }
+    if LORA_A in tree:
+      found["kernel"] = _merged_kernel(spec, prefix, tree)
+    return found
+
+  return merged(params, "")
+
+
+def _merged_kernel(spec: ModelSpec, prefix: str, layer: Mapping[str, Any]) -> Array:
+  """Returns the merged kernel of a layer, stacked over the layers."""
+  letters = ["L" + spec.optional_letters(f"{prefix}{key}") for key in (LORA_A, LORA_B, "kernel")]
+  kernel = layer["kernel"]
+  wide = wide_dtype(kernel.dtype)
+  a, b = (jnp.asarray(layer[key]).astype(wide) for key in (LORA_A, LORA_B))
+  update = jnp.einsum(
+    f"{letters[0]},{letters[1]}->{letters[2]}", a, b, precision=jax.lax.Precision.HIGHEST
+  )
+  return (jnp.asarray(kernel).astype(wide) + spec.lora.scale * update).astype(kernel.dtype)
+
+
+# ------------------------------ dropout of some rows ------------------------------
+# Where each device draws for its own rows, it must not draw those of other rows again. JAX's
+# partitionable threefry generator hashes the index of each element, so that any part of an array
+# can be drawn alone; `jax.random` has no argument for it.
+
+_MOST = 2**32  # elements whose index is one word
+
+
+def bernoulli_rows(
+  words: UInt32[Array, "2"], p: float, shape: tuple[int, ...], first: Int[Array, ""]
+) -> Bool[Array, "..."]:
+  """Returns rows `first` to `first + shape[0] - 1` of `jax.random.bernoulli(key, p, ...)`.
+
+  Args:
+    words: of the key, `jax.random.key_data(key)`.
+    p: the probability of True.
+    shape: of the result; the complete array has more rows, and the same other dims.
+    first: int32, the number of the first row; the last row's elements are below 2**32.
+  """
+  assert math.prod(shape) < _MOST, shape
+  row = math.prod(shape[1:])
+  index = jax.lax.broadcasted_iota(jnp.uint32, (shape[0], row), 0) + first.astype(jnp.uint32)
+  index = index * np.uint32(row) + jax.lax.broadcasted_iota(jnp.uint32, (shape[0], row), 1)
+  index = index.reshape(shape)
+  high, low = threefry2x32_p.bind(*words, jnp.zeros_like(index), index)
+  return _uniform(high, low) < p
+
+
+def _uniform(high: Array, low: Array) -> Array:
+  """Returns numbers of [0, 1): random bits as the mantissa of numbers of [1, 2), minus 1."""
+  dtype = jnp.zeros(()).dtype  # that of `jax.random.bernoulli` with a Python float
+  if dtype == jnp.float64:
+    bits = (high.astype(jnp.uint64) << np.uint64(32)) | low.astype(jnp.uint64)
+  else:
+    bits = high ^ low
+  info = jnp.finfo(dtype)
+  unsigned = bits.dtype.type
+  one = unsigned(np.ones((), dtype).view(bits.dtype))
+  bits = (bits >> unsigned(info.bits - info.nmant)) | one
+  return jax.lax.bitcast_convert_type(bits, dtype) - jnp.ones((), dtype)
+
+
+# ------------------------------ norms and activation functions ------------------------------
 
 
 def _gelu_erf(x: Array) -> Array:
@@ -187,7 +347,7 @@ def _kept(
 
 
 class AmaxHistory(nnx.Variable):
-  """The largest magnitudes in a kernel's matmuls, [eight_bit.MAGNITUDES, steps], latest first."""
+  """The largest magnitudes in a kernel's matmuls, [MAGNITUDES, steps], latest first."""
 
 
 HISTORY_STEPS = 16  # over which delayed scaling takes the largest
@@ -196,7 +356,7 @@ HISTORY_STEPS = 16  # over which delayed scaling takes the largest
 class Linear(nnx.Module):
   """A kernel of any rank, drawn with standard deviation `scale * fan_in ** -0.5`, maybe a bias.
 
-  With `lora.rank` it may also have a low-rank adapter, see `models.lora`.
+  With `rank` it may also have a low-rank adapter, see `models.layers`.
   `partitioning.parallel.matmuls` multiplies by it, according to how its dims are sharded.
 
   Attributes:
@@ -225,7 +385,7 @@ class Linear(nnx.Module):
     self.matmul_dtype = spec.matmul_dtype
     self.delayed = self.in_8_bits and spec.matmul_scaling == "delayed"
     if self.delayed:
-      history = jnp.zeros((eight_bit.MAGNITUDES, HISTORY_STEPS), jnp.float32)
+      history = jnp.zeros((MAGNITUDES, HISTORY_STEPS), jnp.float32)
       self.amax_history = AmaxHistory(history)
     self.adapter_letters: tuple[str, ...] = ()
     if spec.lora.adapts(name):
@@ -233,19 +393,19 @@ class Linear(nnx.Module):
       self.adapter_scale = spec.lora.scale
       shapes = [spec.sizes(letters) for letters in self.adapter_letters]
       # With a key of its own, so that the other parameters are drawn as without adapters.
-      self.lora_a = nnx.Param(lora.draw(jax.random.fold_in(key, 1), shapes[0], dtype))
+      self.lora_a = nnx.Param(draw_adapter(jax.random.fold_in(key, 1), shapes[0], dtype))
       self.lora_b = nnx.Param(jnp.zeros(shapes[1], dtype))
 
   def effective_kernel(self) -> Array:
     """Returns the kernel that activations are multiplied by, in the dtype of the parameters."""
     return self.kernel[...]
 
-  def eight_bit(self) -> eight_bit.EightBit | None:
+  def eight_bit(self) -> EightBit | None:
     """Returns how to multiply by the kernel in 8 bits; None where it is in the compute dtype."""
     if not self.in_8_bits:
       return None
-    known = eight_bit.known(self.amax_history[...]) if self.delayed else ()
-    return eight_bit.EightBit(self.matmul_dtype, known)
+    known = known_magnitudes(self.amax_history[...]) if self.delayed else ()
+    return EightBit(self.matmul_dtype, known)
 
   def low_rank(self) -> LowRank | None:
     """Returns the adapter, with its scale in A; None if the layer has none."""
@@ -326,6 +486,12 @@ class Embedding(nnx.Module):
     """Returns the table, in the dtype of the parameters."""
     return self.table[...]
 
+  def low_rank(self) -> None:
+    """Returns None: the table has no adapter."""
+
+  def eight_bit(self) -> None:
+    """Returns None: logits are products in the compute dtype."""
+
   def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B R D"]:
     """Returns the rows of the table, times a constant of the config."""
     x_BRD = vocab_parallel_embedding(self, tokens_BT, RESIDUAL, self.dtype)
@@ -335,26 +501,27 @@ class Embedding(nnx.Module):
 class LearnedPositions(nnx.Module):
   """Learned position embeddings, added to the residual. Source: GPT-2."""
 
-  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
-    """Draws a row for each position, with GPT-2's standard deviation of 0.02."""
+  def __init__(self, spec: LayersSpec, deviation: float = 0.02, *, rngs: nnx.Rngs):
+    """Draws a row for each position, with GPT-2's standard deviation if none is given."""
     self.letters = spec.letters_of("positions/table")
     dtype, shape = spec.parameter_dtype, spec.sizes(self.letters)
     self.table = nnx.Param(
-      jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(0.02, dtype)
+      jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(deviation, dtype)
     )
     self.dtype = spec.compute_dtype
 
   def __call__(
-    self, x_BRD: Float[Array, "B R D"], positions_BT: Int[Array, "#B T"]
+    self, x_BRD: Float[Array, "B R D"], positions_BT: Int[Array, "#B T"] | None = None
   ) -> Float[Array, "B R D"]:
-    """Returns x with the rows of the table added.
+    """Returns x with the rows of the table added, one after the other without positions.
 
     The table is gathered in the compute dtype, but looked up and added in float32 or wider: its
     gradient is a sum over all rows and documents of the batch.
     """
     wide = wide_dtype(self.dtype)
     table_PD = constrain(self.table[...].astype(self.dtype), self.letters).astype(wide)
-    x_wide = x_BRD.astype(wide) + table_PD[positions_BT]
+    rows = table_PD[None] if positions_BT is None else table_PD[positions_BT]
+    x_wide = x_BRD.astype(wide) + rows
     return constrain(x_wide.astype(self.dtype), RESIDUAL.between)
 
 

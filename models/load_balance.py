@@ -7,17 +7,29 @@ is a product of two means over it. Tokens whose weight is 0 (padding) do not cou
 Dims beside those of the decoder: E experts, k experts of a token, X any leading dims.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
-from models.router import chosen
+from models.losses import Sums
 from partitioning.dtypes import wide_dtype
 
 # Numbers of a layer that are summed over the rows of a batch; see `models.experts.Experts`.
 BALANCE, Z_LOSS, COUNTS = "balance_loss", "router_z_loss", "expert_counts"
+
+
+def chosen(experts: Int[Array, "*X k"], count: int) -> Bool[Array, "*X k E"]:
+  """Returns one-hot rows of the chosen experts.
+
+  Args:
+    experts: indices.
+    count: E.
+  """
+  indices = jnp.arange(count, dtype=experts.dtype)
+  return experts[..., None] == indices.reshape((1,) * experts.ndim + (-1,))
 
 
 class RowSums(NamedTuple):
@@ -41,7 +53,7 @@ def row_sums(
 
   Args:
     experts: that were chosen.
-    probabilities: of all experts; see `models.router.Routed`.
+    probabilities: of all experts; see `models.experts.Routed`.
     weights: of the tokens in the loss; whether they are 0 is what matters.
   """
   counted = weights != 0
@@ -116,3 +128,54 @@ def token_shares(counts: Num[Array, "*X E"]) -> Float[Array, "*X E"]:
 def router_entropy(probabilities: Float[Array, "*X E"]) -> Float[Array, "*X"]:
   """Returns the entropy of each token's probabilities, in nats: log(E) where all are equal."""
   return jnp.sum(jax.scipy.special.entr(probabilities), axis=-1)
+
+
+# ------------------------------ sums over a batch ------------------------------
+# All but the counts are means over the sparse layers, times the weight of the batch, as every sum
+# is that a step divides by the weight of the global batch.
+
+FULLEST_EXPERT = "fullest_expert"
+SHARE = "expert_share/{}"  # a metric of each expert
+
+
+def sums_of(
+  rows: Mapping[str, jax.Array], weights_BT: Float[Array, "B T"], layers: int | None = None
+) -> Sums:
+  """Returns sums over the rows; {} of a model without experts.
+
+  Args:
+    rows: of `models.experts.Experts`, stacked over the sparse layers: [L, B] or [L, B, e].
+    weights_BT: of the tokens in the loss.
+    layers: the sparse layers of the model, where a pipeline stage has some of them; None: these.
+  """
+  if not rows:
+    return {}
+  counts_Le = jnp.sum(rows[COUNTS], axis=1, dtype=jnp.int32)
+  layers = layers or counts_Le.shape[0]
+  sums = {name: jnp.sum(x) / layers for name, x in rows.items() if name != COUNTS}
+  dtype = sums[BALANCE].dtype
+  fullest = (jnp.sum(largest_load(counts_Le)) / layers).astype(dtype)
+  weight = jnp.sum(weights_BT.astype(dtype))
+  return {**sums, FULLEST_EXPERT: fullest * weight, COUNTS: counts_Le}
+
+
+def auxiliary_loss(sums: Sums, balance: float, z: float) -> jax.Array | float:
+  """Returns what the sums of `sums_of` add to the loss in training.
+
+  Args:
+    sums: of the batch.
+    balance: `training.balance_loss`.
+    z: `training.router_z_loss`.
+  """
+  total = 0.0
+  for name, coefficient in ((BALANCE, balance), (Z_LOSS, z)):
+    if coefficient and name in sums:
+      total = total + coefficient * sums[name]
+  return total
+
+
+def shares(counts_Le: Int[Array, "L e"]) -> dict[str, jax.Array]:
+  """Returns each expert's share of the assignments of all layers, by the metric's name."""
+  share_e = jnp.mean(token_shares(counts_Le), axis=0)
+  width = len(str(share_e.shape[0] - 1))
+  return {SHARE.format(str(expert).zfill(width)): x for expert, x in enumerate(share_e)}

@@ -52,7 +52,7 @@ class Lora:
 
   @property
   def scale(self) -> float:
-    """Returns s, the factor of an adapter's output; see `models.lora`."""
+    """Returns s, the factor of an adapter's output; see `models.layers`."""
     return self.alpha / (math.sqrt(self.rank) if self.rs else self.rank)
 
   def adapts(self, layer: str) -> bool:

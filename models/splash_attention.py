@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from partitioning.dtypes import scaled
+from partitioning.parallel.attention_blocks import by_kind
 from partitioning.parallel.sharded_function import on_shards
 from partitioning.parallel.splash_kernel import CAUSAL, LANES, SLOTS, Kernel
 from runtime.rematerialization import ATTENTION_OUTPUT
@@ -84,9 +85,11 @@ class _How:
   def run(self, kind: Array | None, function: Callable, *given: Any) -> Any:
     """Returns function(kernel, *given) with the kernel of a layer's kind."""
     mask = CAUSAL if self.complete else SLOTS
-    kernels = [Kernel(self.cap, window, mask, self.block) for window in self.windows]
-    ways = [functools.partial(function, kernel) for kernel in kernels]
-    return ways[0](*given) if kind is None else jax.lax.switch(kind, ways, *given)
+
+    def of_window(window: int | None, *given: Any) -> Any:
+      return function(Kernel(self.cap, window, mask, self.block), *given)
+
+    return by_kind(self.windows, kind, of_window, *given)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

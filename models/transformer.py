@@ -7,26 +7,37 @@ Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
 import dataclasses
+import fnmatch
 import functools
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
+from ml_collections import ConfigDict
 
-from models import activations, expert_sums, preference, stacked_layers
-from models.attention import soft_cap
-from models.block import Block, stacked
-from models.decoder_flops import train_flops_per_example
-from models.kv_cache import CACHE as CACHE
-from models.kv_cache import Cache, LatentCache
-from models.layer_pattern import layer_pattern
-from models.layer_stack import STACKS, order_of
+from models import activations, layer_stack, load_balance, losses
+from models.attention import CACHE as CACHE
+from models.attention import Cache, LatentCache, soft_cap
+from models.layer_stack import STACKS, Block, order_of, stacked
 from models.layers import Embedding, LearnedPositions, Linear, Norm
 from models.load_balance import COUNTS
 from models.losses import Batch, Sums, TokenNumbers, weighted_sum
+from models.positions import (
+  POSITIONS,
+  Rows,
+  in_order,
+  in_ring_order,
+  is_global,
+  layer_pattern,
+  rows_in_order,
+  rows_of,
+)
 from models.spec import (
   DENSE_LAYERS,
   LAYERS,
@@ -38,10 +49,8 @@ from models.spec import (
   matched,
   under,
 )
-from models.token_positions import POSITIONS, Rows, in_order, rows_in_order, rows_of
-from partitioning.constraints import constrain
+from partitioning.constraints import axes_splitting, constrain
 from partitioning.dtypes import wide_dtype
-from partitioning.parallel import ring_attention
 from partitioning.parallel.matmuls import column_parallel
 from partitioning.parallel.vocabulary import chunked_logits
 from runtime.layer_kinds import beside_sparse
@@ -78,7 +87,7 @@ class TransformerSpec(DecoderSpec):
     return found
 
   def train_flops_per_example(self, *, causal: bool = False) -> float:
-    """Returns floating-point operations per sequence; see `models.decoder_flops`."""
+    """Returns floating-point operations per sequence; see `models.transformer`."""
     return train_flops_per_example(self, causal=causal)
 
 
@@ -124,11 +133,11 @@ class Transformer(nnx.Module):
 
     Args:
       batch: `tokens`, `targets`, `weights` and, where documents are separated, `segments`, each
-        [B, T]; or pairs, see `models.preference`.
+        [B, T]; or pairs, see `models.losses`.
       key: draws the dropout; None turns it off.
     """
     if self.spec.task == "dpo":
-      return preference.pair_sums(self, batch, key)
+      return losses.pair_sums(self, batch, key)
     x_BRD, of_layers, counts = self.run_layers(self.enter(batch), batch, key)
     left = self.leave(x_BRD, batch, key)
     return {**left, **of_layers, **counts, "loss": left["loss"] + of_layers.get("loss", 0.0)}
@@ -167,10 +176,10 @@ class Transformer(nnx.Module):
       first: the number of this module's first layer.
     """
     x_BRD, found = self.blocks(x_BRD, self._rows(batch, key), key, first=first)
-    sums = expert_sums.sums_of(found, self._ordered(batch, "weights"), self.sparse_layers)
+    sums = load_balance.sums_of(found, self._ordered(batch, "weights"), self.sparse_layers)
     counts = {name: sums.pop(name) for name in [COUNTS] if name in sums}
     coefficients = self.spec.balance_loss, self.spec.router_z_loss
-    loss = expert_sums.auxiliary_loss(sums, *coefficients)
+    loss = load_balance.auxiliary_loss(sums, *coefficients)
     return x_BRD, sums if isinstance(loss, float) else {"loss": loss, **sums}, counts
 
   def leave(self, x_BRD: Float[Array, "B R D"], batch: Batch, key: Key[Array, ""] | None) -> Sums:
@@ -207,7 +216,7 @@ class Transformer(nnx.Module):
     x_BRD = self.enter(batch)
     x_BRD, found = self.blocks(x_BRD, self._rows(batch, key), key)
     targets_BT, weights_BT = self._ordered(batch, "targets"), self._ordered(batch, "weights")
-    sums = expert_sums.sums_of(found, weights_BT, self.sparse_layers)
+    sums = load_balance.sums_of(found, weights_BT, self.sparse_layers)
     return self._of_logits(x_BRD, targets_BT, names), weights_BT, sums
 
   def _ordered(self, batch: Batch, name: str) -> jax.Array:
@@ -216,7 +225,7 @@ class Transformer(nnx.Module):
     if POSITIONS in batch:
       return x_BT
     order_T = self._ring_order(x_BT.shape[1])
-    return x_BT if order_T is None else ring_attention.in_order(x_BT, order_T, "BT")
+    return in_ring_order(x_BT, order_T)
 
   def _rows(self, batch: Batch, key: Key[Array, ""] | None) -> Rows:
     """Returns positions and documents; with a key the weights, where experts balance by them."""
@@ -235,11 +244,12 @@ class Transformer(nnx.Module):
 
     None where the sequence is not split, or where keys and values are all-gathered instead.
     """
-    count = ring_attention.ring_size("T")
-    spec = self.spec
-    ring = count > 1 and ring_attention.use_ring(
-      spec.context_attention, length, count, spec.heads, spec.kv_heads
-    )
+    if not axes_splitting("T"):
+      return None
+    from partitioning.parallel import ring_attention
+
+    spec, count = self.spec, ring_attention.ring_size("T")
+    ring = ring_attention.use_ring(spec.context_attention, length, count, spec.heads, spec.kv_heads)
     return ring_attention.zigzag_order(length, count) if ring else None
 
   def _of_logits(
@@ -267,9 +277,7 @@ class Transformer(nnx.Module):
         to the token's own document; None: a row is one document.
     """
     rows = rows_of(tokens_BT, order_T, self.layer_pattern, segments_BT)
-    if order_T is not None:
-      tokens_BT = ring_attention.in_order(tokens_BT, order_T, "BT")
-    return self._embedded(tokens_BT, rows), rows
+    return self._embedded(in_ring_order(tokens_BT, order_T), rows), rows
 
   def blocks(
     self,
@@ -292,7 +300,7 @@ class Transformer(nnx.Module):
       first: global number of this module's first layer: a pipeline stage's module has only the
         stage's part of the stacked parameters.
     """
-    return stacked_layers.blocks(self, x_BRD, rows, key, start=start, stop=stop, first=first)
+    return layer_stack.blocks(self, x_BRD, rows, key, start=start, stop=stop, first=first)
 
   def extend(
     self, tokens_BT: Int[Array, "B T"], counts_B: Int[Array, " B"], cache: Cache | LatentCache
@@ -311,7 +319,7 @@ class Transformer(nnx.Module):
     slots_BT = cache.lengths[:, None] + slots_BT
     rows = Rows(slots_BT, slots_BT, self.layer_pattern.rope_tables(slots_BT))
 
-    x_BRD, cache = stacked_layers.extended(self, self._embedded(tokens_BT, rows), rows, cache)
+    x_BRD, cache = layer_stack.extended(self, self._embedded(tokens_BT, rows), rows, cache)
     last_B11 = (counts_B - 1)[:, None, None]
     last_B1D = constrain(jnp.take_along_axis(x_BRD, last_B11, axis=1), "BRD")
     cache = dataclasses.replace(cache, lengths=constrain(cache.lengths + counts_B, "B"))
@@ -366,3 +374,77 @@ def empty_cache(spec: TransformerSpec, rows: int, slots: int) -> Cache | LatentC
 
 
 SPEC, build = TransformerSpec, Transformer
+
+
+# ------------------------------ operations, for MFU and the planner ------------------------------
+
+_KERNELS = ("/kernel", f"/{LORA_A}", f"/{LORA_B}")
+_LAYERS = (LAYERS, DENSE_LAYERS)
+_BELOW = (*_LAYERS, "embed/", "positions/")  # parameters whose gradient needs that of the layers
+# Parameters of which each token uses those of its own experts.
+_ROUTED = re.compile(f"{LAYERS}experts/(gate|up|down)/.*")
+
+
+def train_flops_per_example(spec: DecoderSpec, *, causal: bool = False) -> float:
+  """Returns floating-point operations per sequence, forward and backward.
+
+  6 per token and element of a weight matrix, and attention's two matmuls without the causal mask,
+  12 L N H T per token (arXiv:2204.02311, appendix B), or 6 L N (H + U) T where the heads of values
+  have another size U; a layer with a sliding window has the window
+  instead of T. A weight matrix that is not trained counts 4: it has no gradient, but that of its
+  input is computed with it; and 2 if nothing below it is trained. Of routed experts those of a
+  token count.
+
+  Args:
+    spec: of the decoder.
+    causal: count only unmasked scores (half, without a window).
+  """
+  names, length = dict(_names(spec)), spec.sequence_length
+  trained = {name for name in names if any(fnmatch.fnmatchcase(name, x) for x in spec.trainable)}
+  into_layers = any(name.startswith(_BELOW) for name in trained)
+  into_logits = into_layers or any(name.startswith("final_norm/") for name in trained)
+  unembedding = "embed/table" if spec.tied_embeddings else "unembed/kernel"
+  total = 0.0
+  for name, elements in names.items():
+    if name == unembedding or name.endswith(_KERNELS):
+      backward = into_layers if name.startswith(_LAYERS) else into_logits
+      share = active_share(spec, name)
+      total += (2 + 2 * backward + 2 * (name in trained)) * elements * share
+  windows = [
+    length if is_global(spec, layer) else min(length, spec.window) for layer in range(spec.layers)
+  ]
+  # With a window w, the first w tokens attend to fewer.
+  seen = sum(one - one**2 / (2 * length) if causal else one for one in windows)
+  attention = (6 if into_layers else 2) * spec.heads * (spec.head_size + spec.value_head_size)
+  return float(length) * (total + attention * seen)
+
+
+def active_share(model: Any, name: str) -> float:
+  """Returns the share of a parameter's elements that one token uses: of routed experts, its own.
+
+  Args:
+    model: a spec, or the section `model` of a decoder's finalized config.
+    name: of the parameter.
+  """
+  return model.experts_per_token / model.experts if _ROUTED.fullmatch(name) else 1.0
+
+
+def active_elements(model: ConfigDict, elements: Mapping[str, int]) -> int:
+  """Returns how many elements of the parameters one token uses; tables count as a whole.
+
+  Args:
+    model: the section of a finalized config; of any model, of which only a decoder has experts.
+    elements: of each parameter, by its name.
+  """
+  if model.name != "transformer" or not model.experts:
+    return sum(elements.values())
+  return round(sum(count * active_share(model, name) for name, count in elements.items()))
+
+
+def _names(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
+  """Yields the name and the number of elements of each parameter."""
+  for pattern, letters in spec.parameters.items():
+    before, _, rest = pattern.partition("(")
+    choices, _, after = rest.rpartition(")")
+    for choice in choices.split("|"):
+      yield (f"{before}{choice}{after}" if rest else pattern), math.prod(spec.sizes(letters))

@@ -96,26 +96,15 @@ _BATCH_PART: contextvars.ContextVar[BatchPart | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def activation_layout(
-  legend: Legend,
-  table: Table,
-  *,
-  parameters: Table | None = None,
-  checking: bool = False,
-  gradient_dtype: jnp.dtype | None = None,
-  collective_matmul: bool = False,
-  reshard_after_forward: bool = True,
-) -> Iterator[ActivationLayout]:
-  """Sets the tables that shard arrays inside the block; yields the record of what is traced."""
-  layout = ActivationLayout(
-    legend,
-    table,
-    parameters or {},
-    checking,
-    gradient_dtype,
-    collective_matmul,
-    reshard_after_forward,
-  )
+def activation_layout(legend: Legend, table: Table, **more: Any) -> Iterator[ActivationLayout]:
+  """Sets the tables that shard arrays inside the block; yields the record of what is traced.
+
+  Args:
+    legend: letter -> Dim.
+    table: dim name -> mesh axes, for activations.
+    **more: further fields of `ActivationLayout`.
+  """
+  layout = ActivationLayout(legend, table, **more)
   token = _LAYOUT.set(layout)
   try:
     yield layout
@@ -154,6 +143,12 @@ def current_layout(caller: str = "the model") -> tuple[ActivationLayout, dict[st
   if mesh.empty:
     raise RuntimeError(f"{caller}: no mesh is set; use jax.set_mesh(mesh)")
   return layout, dict(mesh.shape)
+
+
+def axes_splitting(letter: str) -> Axes:
+  """Returns the axes larger than 1, manual ones among them, that split a dim of activations."""
+  layout, sizes = current_layout()
+  return tuple(axis for axis in layout.table[layout.legend[letter].name] if sizes[axis] > 1)
 
 
 def automatic_layout(caller: str = "the model") -> tuple[ActivationLayout, dict[str, int]]:

@@ -7,7 +7,7 @@ training: it is given shapes, letters, tables, and a function that traces the pr
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -66,7 +66,8 @@ def place_optimizer(
   Returns:
     name -> Placement, and the failures.
   """
-  overrides, by_path = dict(overrides), {tuple(name.split("/")): name for name in parameters}
+  tables, overrides = _Tables(legend, table, sizes), dict(overrides)
+  by_path = {tuple(name.split("/")): name for name in parameters}
   leaves = optimizer_state.leaves_by_path(abstract_opt_state)
   owners = optimizer_state.owners(leaves, by_path)
   trial: dict | None = None
@@ -81,11 +82,11 @@ def place_optimizer(
     elif rule := _replication_rule(leaf, owner):
       placement = Placement(name, leaf.shape, leaf.dtype, "", rule, PartitionSpec())
     elif owner and (block := optimizer_state.block_shape(path, leaf, leaves, owner.shape)):
-      placement, wrong = _scales(name, leaf, owner, block, legend, table, sizes)
+      placement, wrong = _scales(name, leaf, owner, block, tables)
     else:
       found = [
         (_squares if isinstance(way, optimizer_state.Square) else _statistic)(
-          name, leaf, owner, way, legend, table, sizes
+          name, leaf, owner, way, tables
         )
         for way in ways
       ]
@@ -107,6 +108,14 @@ def place_optimizer(
   return placements, failures
 
 
+class _Tables(NamedTuple):
+  """What turns letters into a spec: arguments of `dims.resolve`."""
+
+  legend: Legend
+  table: Table
+  sizes: Mapping[str, int]
+
+
 def _replication_rule(leaf: Any, owner: Placement | None) -> str:
   """Returns the rule by which a leaf is replicated; "" where its dims decide."""
   if leaf.ndim == 0:
@@ -125,9 +134,7 @@ def _statistic(
   leaf: Any,
   owner: Placement,
   kept: Sequence[int],
-  legend: Legend,
-  table: Table,
-  sizes: Mapping[str, int],
+  tables: _Tables,
 ) -> tuple[Placement, tuple[Failure, ...]]:
   """Places a leaf that has these dims of its parameter."""
   if len(owner.letters) != len(owner.shape):  # the parameter's own failure, already reported
@@ -141,7 +148,7 @@ def _statistic(
     entries = spec_entries(owner.spec, len(owner.shape))
     entries = [entries[i] for i in kept]
   else:
-    found = resolve(letters, tuple(owner.shape[i] for i in kept), legend, table, sizes)
+    found = resolve(letters, tuple(owner.shape[i] for i in kept), *tables)
     entries, notes, wrong = spec_entries(found.spec, len(kept)), found.notes, found.failures
   if len(leaf.shape) == len(owner.shape):  # the others are of size 1
     axes = dict(zip(kept, entries, strict=True))
@@ -156,20 +163,18 @@ def _squares(
   leaf: Any,
   owner: Placement,
   square: optimizer_state.Square,
-  legend: Legend,
-  table: Table,
-  sizes: Mapping[str, int],
+  tables: _Tables,
 ) -> tuple[Placement, tuple[Failure, ...]]:
   """Places squares of the size of one side of a parameter's matrices; see `place_optimizer`."""
   like = jax.ShapeDtypeStruct(owner.shape, leaf.dtype)
-  whole, wrong = _statistic(name, like, owner, range(len(owner.shape)), legend, table, sizes)
+  whole, wrong = _statistic(name, like, owner, range(len(owner.shape)), tables)
   if len(owner.letters) != len(owner.shape):
     return dataclasses.replace(whole, shape=leaf.shape), wrong
   axes, notes = spec_entries(whole.spec, len(owner.shape)), list(whole.notes)
   entries = [axes[dim] for dim in square.stack]
   for dims in (square.rows, square.columns):
     split, size = tuple(axis for dim in dims for axis in axes[dim]), leaf.shape[-1]
-    if size % axes_size(split, sizes):
+    if size % axes_size(split, tables.sizes):
       notes.append(f"{size} is replicated over {' x '.join(split)}, which does not divide it")
       split = ()
     entries.append(split)
@@ -185,14 +190,12 @@ def _scales(
   leaf: Any,
   owner: Placement,
   block: Sequence[int],
-  legend: Legend,
-  table: Table,
-  sizes: Mapping[str, int],
+  tables: _Tables,
 ) -> tuple[Placement, tuple[Failure, ...]]:
   """Places the scales of blocks as the array itself; refuses shards that would cut a block."""
   whole = jax.ShapeDtypeStruct(owner.shape, leaf.dtype)
   every = tuple(range(len(owner.shape)))
-  placed, wrong = _statistic(name, whole, owner, every, legend, table, sizes)
+  placed, wrong = _statistic(name, whole, owner, every, tables)
   text = " x ".join(map(str, block))
   placement = dataclasses.replace(
     placed, shape=leaf.shape, letters="", rule=f"as {owner.name} in blocks of {text}"
@@ -200,6 +203,7 @@ def _scales(
   if wrong:  # the failures of the codes
     return placement, ()
   entries = spec_entries(placed.spec, len(every))
+  sizes = tables.sizes
   cut = [
     Failure(
       f"shards of {owner.shape[i] // axes_size(axes, sizes)} of dim {owner.letters[i]} = "
@@ -287,39 +291,11 @@ def check_layout(
   ]
   if wrong:  # every array would fail for the same reason
     raise LayoutError(wrong)
-  placements, failures = _place(
-    params,
-    optimizer,
-    batch,
-    names,
-    batch_letters,
-    legend,
-    tables,
-    sizes,
-    overrides,
-    optimizer_init,
-  )
-  with activation_layout(
-    legend, tables["activations"], parameters=tables["parameters"], checking=True
-  ) as activations:
-    trace()
-  failures += _of_activations(activations, failures)
-  if not failures:
-    every = [placement for section in placements.values() for placement in section.values()]
-    failures = rules.unused_axes(sizes, rules.used_axes(every) | activations.axes())
-    failures += _replicated(placements, sizes, max_replicated_bytes)
-  if failures:
-    raise LayoutError(dict.fromkeys(failures))
-  return Layout(placements, activations)
-
-
-def _place(params, optimizer, batch, names, batch_letters, legend, tables, sizes, overrides, init):
-  """Places parameters, optimizer state and batch; returns the placements and all failures."""
   parameters, failures = rules.place_parameters(
     params, names, legend, tables["parameters"], sizes, overrides
   )
   states, wrong = place_optimizer(
-    optimizer, parameters, legend, tables["optimizer"], sizes, overrides, init=init
+    optimizer, parameters, legend, tables["optimizer"], sizes, overrides, init=optimizer_init
   )
   if not failures:  # else the parameters' failures would be repeated
     failures += wrong
@@ -332,7 +308,19 @@ def _place(params, optimizer, batch, names, batch_letters, legend, tables, sizes
     arrays[name] = Placement(
       name, array.shape, array.dtype, letters, "activations", found.spec, found.notes
     )
-  return {"parameters": parameters, "optimizer": states, "batch": arrays}, failures
+  placements = {"parameters": parameters, "optimizer": states, "batch": arrays}
+  with activation_layout(
+    legend, tables["activations"], parameters=tables["parameters"], checking=True
+  ) as activations:
+    trace()
+  failures += _of_activations(activations, failures)
+  if not failures:
+    every = [placement for section in placements.values() for placement in section.values()]
+    failures = rules.unused_axes(sizes, rules.used_axes(every) | activations.axes())
+    failures += _replicated(placements, sizes, max_replicated_bytes)
+  if failures:
+    raise LayoutError(dict.fromkeys(failures))
+  return Layout(placements, activations)
 
 
 def _of_activations(activations: ActivationLayout, known: list[Failure]) -> list[Failure]:

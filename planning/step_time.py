@@ -11,7 +11,7 @@ from planning.schedule import Cost, Loop, Schedule
 from runtime import hlo
 from runtime.chips import Chip, Rates
 from runtime.collectives import Collective
-from runtime.source_lines import source
+from runtime.hlo import source
 
 # Transfers between a device's memory and its host's, in the text of a compiled program.
 #

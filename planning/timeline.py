@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from planning.schedule import Interval, Loop
 from planning.step_time import HostTransfer, Times
-from runtime import hlo, source_lines
+from runtime import hlo
 from runtime.collectives import Collective
-from runtime.source_lines import Place
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Functions that are called from everywhere; what a reader looks for is who calls them.
@@ -195,7 +194,7 @@ class _Names:
 
   def when(self, name: str) -> str:
     """Returns the pass that an instruction belongs to, by the name that autodiff gives it."""
-    called = source_lines.op_name(self._shown(name))
+    called = hlo.op_name(self._shown(name))
     if "rematted_computation" in called:
       return "recomputed in the backward pass"
     passes = {"transpose(": "in the backward pass", "jvp(": "in the forward pass"}
@@ -204,8 +203,8 @@ class _Names:
   def loop(self, loop: Loop) -> str:
     """Returns the line of a loop, or else the innermost line behind nearly all of its body."""
     frames = self.program.frames
-    if not (lines := source_lines.stack(frames, loop.site.attributes)):
-      stacks = [source_lines.stack(frames, text) for text in self._inside(loop)]
+    if not (lines := hlo.stack(frames, loop.site.attributes)):
+      stacks = [hlo.stack(frames, text) for text in self._inside(loop)]
       common = Counter(place for stack in filter(None, stacks) for place in {*stack})
       enough = _NEARLY_ALL * sum(map(bool, stacks))
       longest = max(stacks, key=len, default=())
@@ -214,9 +213,9 @@ class _Names:
 
   def is_backward(self, loop: Loop) -> bool:
     """Returns whether a loop is of the backward pass, by its name or by most of its body's."""
-    named = [source_lines.op_name(loop.site.attributes)]
+    named = [hlo.op_name(loop.site.attributes)]
     if not named[0]:
-      named = [*filter(None, map(source_lines.op_name, self._inside(loop)))]
+      named = [*filter(None, map(hlo.op_name, self._inside(loop)))]
     return 2 * sum("transpose(" in name for name in named) > len(named)
 
   def _inside(self, loop: Loop) -> list[str]:
@@ -231,11 +230,11 @@ class _Names:
     first = place.function.partition(".")[0]
     return pathlib.Path(place.file).stem if not first or first.startswith(("_", "<")) else first
 
-  def _place(self, name: str) -> Place | None:
+  def _place(self, name: str) -> hlo.Place | None:
     """Returns the line that says most, the innermost of several."""
     return max(self._ours(name), key=_rank, default=None)
 
-  def _ours(self, name: str) -> list[Place]:
+  def _ours(self, name: str) -> list[hlo.Place]:
     """Returns the lines of this project behind an instruction, innermost first."""
     return [*filter(_is_ours, self._stack(self._shown(name)))]
 
@@ -261,15 +260,15 @@ class _Names:
         ahead = dict.fromkeys(other for one in ahead for other in neighbours.get(one, ()))
         yield from (self._where[one][1].attributes for one in ahead)
 
-  def _stack(self, attributes: str) -> tuple[Place, ...]:
-    return source_lines.stack(self.program.frames, attributes)
+  def _stack(self, attributes: str) -> tuple[hlo.Place, ...]:
+    return hlo.stack(self.program.frames, attributes)
 
 
-def _is_ours(place: Place) -> bool:
+def _is_ours(place: hlo.Place) -> bool:
   return place.file.startswith(f"{ROOT}/") and "/site-packages/" not in place.file
 
 
-def _rank(place: Place) -> int:
+def _rank(place: hlo.Place) -> int:
   """Returns how much a line says: most a line of the model, little one that is in every stack."""
   if not _is_ours(place) or place.file.startswith(_COMPILING):
     return 0
@@ -278,7 +277,7 @@ def _rank(place: Place) -> int:
   return _HELPER if place.file.startswith(_HELPERS) else _HELPER + 1
 
 
-def _text(place: Place) -> str:
+def _text(place: hlo.Place) -> str:
   function = place.function.replace("<locals>.", "")
   return f"{place.file.removeprefix(f'{ROOT}/')}:{place.line}" + (function and f", {function}")
 

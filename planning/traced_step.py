@@ -17,9 +17,9 @@ from jax.extend import core
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
-from models import cudnn_attention, model_spec
-from models.layer_pattern import layer_pattern
+from models import blockwise_attention, model_spec
 from models.layer_stack import order_of, trip_counts
+from models.positions import layer_pattern
 from models.spec import latent_sizes
 from partitioning.constraints import activation_layout
 from partitioning.parallel import ring_attention
@@ -48,7 +48,7 @@ _CUDNN = {"dot_product_attention_fwd": (1, 1), "dot_product_attention_bwd": (3, 
 def is_kernel_call(equation: Any) -> bool:
   """Returns whether an equation is a call of cuDNN's attention, whose inside is not in HBM."""
   called = equation.primitive.name in ("jit", "pjit")
-  return called and equation.params["name"] == cudnn_attention.NAME
+  return called and equation.params["name"] == blockwise_attention.CUDNN_KERNEL
 
 
 def kernel_flops(equation: Any) -> float:

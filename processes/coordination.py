@@ -185,6 +185,24 @@ class Group:
     self.wait(point, timeout_seconds=timeout_seconds)
     return not self.list(folder)
 
+  def gather_texts(self, point: str, text: str, *, timeout_seconds: float) -> Sequence[str]:
+    """Returns the text of each process, in their order, at the n-th barrier at a point.
+
+    Only texts that are not "" are published: all processes read every entry.
+
+    Raises:
+      NotTogetherError: a process did not reach it in time.
+    """
+    if self.alone:
+      return [text]
+    self._meetings[point] += 1
+    folder = f"texts/{point}/{self._meetings[point]}"
+    if text:
+      self.put(f"{folder}/{self.index}", {"text": text})
+    self.wait(point, timeout_seconds=timeout_seconds)
+    said = self.list(folder)
+    return [said.get(str(index), {}).get("text", "") for index in range(self.count)]
+
   def gather(
     self, point: str, value: Mapping[str, Any], *, timeout_seconds: float
   ) -> Sequence[dict[str, Any]]:

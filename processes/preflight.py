@@ -28,10 +28,6 @@ class DifferenceError(ValueError):
   """The processes differ; every one of them raises this with the same message."""
 
 
-class NotComeError(NotTogetherError):
-  """Processes did not arrive in time; a retry may succeed."""
-
-
 def agree(group: Group, stage: str, facts: Mapping[str, Any], *, timeout_seconds: float) -> None:
   """Compares facts over all processes.
 
@@ -43,7 +39,7 @@ def agree(group: Group, stage: str, facts: Mapping[str, Any], *, timeout_seconds
 
   Raises:
     DifferenceError: with the processes that differ, each key and both values.
-    NotComeError: naming those that did not arrive.
+    NotTogetherError: naming those that did not arrive.
   """
   if group.alone:
     return
@@ -61,7 +57,7 @@ def agree(group: Group, stage: str, facts: Mapping[str, Any], *, timeout_seconds
   if len(examples) == 2 and None not in examples and examples[0] != examples[1]:
     raise DifferenceError(verdict["text"])
   # This process does not see the difference, so it does not refuse.
-  raise NotComeError(
+  raise NotTogetherError(
     f"process 0 reports on {stage!r} what this process does not see: {verdict}"
     f"{group.unsigned_text()}"
   )
@@ -84,7 +80,7 @@ def _meet(group: Group, stage: str, point: str, timeout_seconds: float) -> None:
       names = ", ".join(missing[:_MOST_LINES])
       if len(missing) > _MOST_LINES:
         names += f" and {len(missing) - _MOST_LINES} more"
-    raise NotComeError(
+    raise NotTogetherError(
       f"before the first step, process {names} of {group.count} has not reached "
       f"{stage!r} within processes.start_timeout_seconds={timeout_seconds:g}"
       f"{group.unsigned_text()}"

@@ -7,7 +7,7 @@ import dataclasses
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import matplotlib
 from markupsafe import Markup, escape
@@ -16,12 +16,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 # A color here -> the CSS variable in its place: the page decides, by the reader's dark mode.
-INK, GRID = "#010203", "#010204"
+INK, GRID, ACCENT = "#010203", "#010204", "#010205"
 SERIES = tuple(f"#0102{number:02x}" for number in range(16, 24))
 MARKS = {"restart": "#010231", "rollback": "#010232", "bad": "#010233", "checkpoint": "#010234"}
 _VARIABLES = {
   INK: "--soft",
   GRID: "--line",
+  ACCENT: "--accent",
   **{color: f"--series-{number}" for number, color in enumerate(SERIES)},
   **{color: f"--mark-{name}" for name, color in MARKS.items()},
 }
@@ -33,7 +34,7 @@ _MARGINS = (0.55, 0.12, 0.42, 0.1)  # left, right, bottom, top
 POINTS = 400  # of a line; see `thinned`
 FEW = 100  # points of a line up to which it is never faint
 LOGARITHMIC = 30.0  # largest over smallest value from which on an axis is logarithmic
-_SETTINGS = {
+SETTINGS = {
   "svg.fonttype": "none",  # text stays text
   "svg.hashsalt": "meshwright",  # ids are the same each time
   "font.size": 9,
@@ -132,7 +133,7 @@ def svg(chart: Chart, *, name: str, wide: bool = False) -> Markup:
     name: unique on the page: a prefix of ids.
     wide: about twice as wide.
   """
-  with matplotlib.rc_context(_SETTINGS):
+  with matplotlib.rc_context(SETTINGS):
     width = WIDE if wide else NARROW
     figure = Figure(figsize=(width, HEIGHT))
     left, right, bottom, top = _MARGINS  # fixed: finding them would take half of the time
@@ -144,11 +145,9 @@ def svg(chart: Chart, *, name: str, wide: bool = False) -> Markup:
     for number, mark in enumerate(chart.marks):
       _mark(axes, mark, f"mark{number}")
     _scale(axes, chart)
-    file = io.StringIO()
-    figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(_METADATA))
   titles = {f"line{number}": line.label for number, line in enumerate(chart.lines)}
   titles |= {f"mark{number}": mark.text for number, mark in enumerate(chart.marks)}
-  return _for_page(file.getvalue(), chart, name, titles)
+  return for_page(figure, chart.title, name, titles)
 
 
 _METADATA = ("Creator", "Date", "Format", "Type")
@@ -187,9 +186,7 @@ def _mark(axes: Axes, mark: Mark, gid: str) -> None:
 def _scale(axes: Axes, chart: Chart) -> None:
   values = [value for line in chart.lines for _, value in line.points]
   low, high = min(values), max(values)
-  axes.spines[["top", "right"]].set_visible(False)
-  axes.grid(axis="y", color=GRID, linewidth=0.7)
-  axes.tick_params(length=0)
+  plain_axes(axes)
   axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=_STEPS))
   axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number_text(x)))
   axes.set_xlabel("step", labelpad=1)
@@ -203,6 +200,13 @@ def _scale(axes: Axes, chart: Chart) -> None:
   axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: shown(y)))
   if chart.from_zero:  # a share below a hundredth is drawn as next to nothing
     axes.set_ylim(0.0, 1.05 * max(high, SMALLEST_SHARE if chart.percent else 0.0) or 1.0)
+
+
+def plain_axes(axes: Axes, grid: str = "y") -> None:
+  """Leaves out what is not needed of axes; `grid` is as of matplotlib."""
+  axes.spines[["top", "right"]].set_visible(False)
+  axes.grid(axis=grid, color=GRID, linewidth=0.7)
+  axes.tick_params(length=0)
 
 
 def number_text(value: float) -> str:
@@ -221,8 +225,19 @@ def percent_text(value: float) -> str:
 _PATTERN = re.compile("|".join(map(re.escape, _VARIABLES)))
 
 
-def _for_page(text: str, chart: Chart, name: str, titles: dict[str, str]) -> Markup:
-  """Returns the element alone, with unique ids, the page's colors and fonts, and tooltips."""
+def for_page(figure: Figure, label: str, name: str, titles: Mapping[str, str]) -> Markup:
+  """Returns the element of a figure, with unique ids, the page's colors and fonts, and tooltips.
+
+  Args:
+    figure: drawn under `SETTINGS`, in colors of this module.
+    label: what it shows.
+    name: unique on the page: a prefix of ids.
+    titles: id of an artist -> what is shown when the pointer is over it.
+  """
+  file = io.StringIO()
+  with matplotlib.rc_context(SETTINGS):
+    figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(_METADATA))
+  text = file.getvalue()
   text = text[text.index("<svg") :]
   text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
   box = re.search(r'viewBox="([^"]+)"', text)[1]
@@ -235,8 +250,7 @@ def _for_page(text: str, chart: Chart, name: str, titles: dict[str, str]) -> Mar
   for gid, title in titles.items():
     group = f'<g id="{name}-{gid}">'
     body = body.replace(group, f"{group}<title>{escape(title)}</title>", 1)
-  label = escape(chart.title)
-  return Markup(f'<svg viewBox="{box}" role="img" aria-label="{label}">{body}</svg>')
+  return Markup(f'<svg viewBox="{box}" role="img" aria-label="{escape(label)}">{body}</svg>')
 
 
 def finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

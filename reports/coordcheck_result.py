@@ -1,10 +1,12 @@
 """The result of `coordcheck` as text and as SVG: each activation, its change over the width."""
 
-import math
+import io
+import itertools
 from collections.abc import Sequence
-from xml.sax.saxutils import escape
 
+import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 from partitioning.mesh_sizes import mesh_text
@@ -98,11 +100,19 @@ def _sizes(model: ConfigDict) -> str:
 
 # ------------------------------ as SVG ------------------------------
 
-# Pixels. The card is white with dark ink, so that it is legible on light and dark pages.
-PANEL, GAP, LEFT, TOP, BOTTOM, ROW = (168, 116), 22, 46, 64, 34, 62
 COLUMNS = 4
 INK, FAINT, BAD = "#24292f", "#d0d7de", "#bc4c00"
-FIRST, LAST = (176, 208, 244), (9, 105, 218)  # colors of the first step and of the last
+FIRST, LAST = (0.69, 0.82, 0.96), (0.04, 0.41, 0.85)  # colors of the first step and of the last
+# A white card with dark ink, so that it is legible on light and dark pages.
+STYLE = {
+  "svg.fonttype": "none",  # text stays text
+  "svg.hashsalt": "meshwright",  # ids are the same each time
+  "font.family": "sans-serif",
+  "font.size": 9,
+  "axes.titlesize": 9,
+  "axes.edgecolor": FAINT,
+  "text.color": INK,
+}
 
 
 def svg(jobs: Sequence[Job], found: Sequence[Slope]) -> str:
@@ -115,33 +125,35 @@ def svg(jobs: Sequence[Job], found: Sequence[Slope]) -> str:
     found: of `coordinate_check.slopes`.
   """
   changes = [one for one in found if one.change]
-  at, steps = width_texts(jobs), len(changes[0].point.changes) - 1
-  values = [_means(one.point)[1:] for one in changes]
-  low, high = _decades(np.concatenate([np.ravel(x) for x in values]))
+  widths, steps = [*map(int, width_texts(jobs))], len(changes[0].point.changes) - 1
   rows = -(-len(changes) // COLUMNS)
-  width = LEFT + COLUMNS * (PANEL[0] + GAP)
-  height = TOP + rows * (PANEL[1] + ROW) - ROW + BOTTOM + 8
-  title = f"{parametrization(jobs[0].config)}: changes of activations over the width"
-  config = jobs[0].config
+  config, file = jobs[0].config, io.StringIO()
+  title = f"{parametrization(config)}: changes of activations over the width"
   under = (
     f"root mean square after steps 1 (light) to {steps} (dark) of {config.optimizer.name} at "
     f"{config.optimizer.learning_rate:g}"
   )
-  parts = [
-    f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8" fill="#fff" '
-    f'stroke="{FAINT}"/>',
-    _text(16, 24, title, 'font-weight="600"'),
-    _text(16, 42, under),
-  ]
-  for number, (one, lines) in enumerate(zip(changes, values, strict=True)):
-    x = LEFT + (number % COLUMNS) * (PANEL[0] + GAP)
-    y = TOP + (number // COLUMNS) * (PANEL[1] + ROW) + 14
-    parts += _panel(one, lines, (x, y), at, (low, high), ticks=number % COLUMNS == 0)
-  return (
-    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-    f'height="{height}" font-family="system-ui,sans-serif" font-size="12" fill="{INK}" role="img">'
-    f"<title>{escape(title)}</title>{''.join(parts)}</svg>\n"
-  )
+  with matplotlib.rc_context(STYLE):
+    figure = Figure(figsize=(8.4, 0.9 + 1.7 * rows), layout="constrained")
+    figure.suptitle(f"{title}\n{under}", x=0.01, ha="left", fontsize=10)
+    panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False)
+    for axes, one in itertools.zip_longest(panels.flat, changes):
+      if one is None:
+        axes.set_visible(False)
+        continue
+      axes.set_title(one.point.name, loc="left", weight="bold")
+      color = INK if one.flat else BAD
+      axes.set_title(f"slope {slope_text(one.value)}", loc="right", color=color)
+      axes.grid(axis="y", color=FAINT, linewidth=0.7)
+      axes.set(xscale="log", yscale="log")
+      axes.set_xticks(widths, [*map(str, widths)])
+      axes.tick_params(which="both", length=0, labelbottom=True)
+      axes.minorticks_off()
+      axes.yaxis.set_major_formatter("{x:g}")
+      for number, values in enumerate(_means(one.point)[1:]):
+        axes.plot(widths, values, color=_color(number / max(1, steps - 1)), linewidth=1.8)
+    figure.savefig(file, format="svg", metadata={"Date": None, "Title": title})
+  return file.getvalue()
 
 
 def _means(point: Point) -> np.ndarray:
@@ -151,57 +163,5 @@ def _means(point: Point) -> np.ndarray:
   return np.where(np.isfinite(found) & (found > 0), found, np.nan)
 
 
-def _decades(values: np.ndarray) -> tuple[int, int]:
-  """Returns the powers of ten between which all values are."""
-  known = np.log10(values[np.isfinite(values)])
-  if not known.size:
-    return 0, 1
-  low, high = math.floor(known.min()), math.ceil(known.max())
-  return low, max(high, low + 1)
-
-
-def _panel(
-  one: Slope,
-  lines: np.ndarray,
-  corner: tuple[float, float],
-  at: Sequence[str],
-  decades: tuple[int, int],
-  *,
-  ticks: bool,
-) -> list[str]:
-  """Returns the parts of a panel: frame, one line per step, its name and slope."""
-  (left, top), (width, height) = corner, PANEL
-  low, high = decades
-  logs = np.log(np.array([int(one) for one in at]))
-  xs = left + width * (0.06 + 0.88 * (logs - logs[0]) / (logs[-1] - logs[0]))
-  parts = [_text(left, top - 6, one.point.name, 'font-weight="600"')]
-  color = INK if one.flat else BAD
-  slope = f"slope {slope_text(one.value)}"
-  parts.append(_text(left + width, top - 6, slope, f'text-anchor="end" fill="{color}"'))
-  for power in range(low, high + 1):
-    y = top + height * (high - power) / (high - low)
-    parts.append(f'<path d="M{left} {y:.1f}h{width}" stroke="{FAINT}" stroke-width=".7"/>')
-    if ticks:
-      parts.append(_text(left - 6, y + 4, f"{10.0**power:g}", 'text-anchor="end"'))
-  for x, name in zip(xs, at, strict=True):
-    parts.append(_text(x, top + height + 16, name, 'text-anchor="middle"'))
-  for number, values in enumerate(lines):
-    points = [
-      f"{x:.1f} {top + height * (high - math.log10(value)) / (high - low):.1f}"
-      for x, value in zip(xs, values, strict=True)
-      if math.isfinite(value)
-    ]
-    if points:
-      stroke = _color(number / max(1, len(lines) - 1))
-      path = f'<path d="M{"L".join(points)}" fill="none" stroke="{stroke}" stroke-width="1.8"/>'
-      parts.append(path)
-  return parts
-
-
-def _color(share: float) -> str:
-  mixed = (round(a + (b - a) * share) for a, b in zip(FIRST, LAST, strict=True))
-  return "#" + "".join(f"{part:02x}" for part in mixed)
-
-
-def _text(x: float, y: float, text: str, attributes: str = "") -> str:
-  return f'<text x="{x:.1f}" y="{y:.1f}" {attributes}>{escape(text)}</text>'
+def _color(share: float) -> tuple[float, ...]:
+  return tuple(a + (b - a) * share for a, b in zip(FIRST, LAST, strict=True))

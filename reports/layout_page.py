@@ -16,9 +16,9 @@ from partitioning.constraints import Constraint
 from partitioning.mesh_sizes import mesh_text
 from partitioning.rules import Placement
 from partitioning.shardings import bytes_per_device, shape_text, size_text, spec_text
-from reports import drawings, memory_bar, pipeline_picture
+from reports import drawings, grid, pipeline_picture
 from reports.grid import Sheet
-from reports.html import render
+from reports.html import memory_bar, render
 from reports.layout_text import CHOICES, matrix_lines, of_layers
 from runtime import chips, collectives
 from training import named_activations
@@ -211,8 +211,7 @@ def _bars(sides: Sequence[Side]) -> list[dict[str, Any]]:
   stored = [_stored(side) for side in sides]
   most = max(sum(parts.values()) for parts in stored)
   return [
-    memory_bar.bar(parts, _limit(side), beside=most)
-    for parts, side in zip(stored, sides, strict=True)
+    memory_bar(parts, _limit(side), beside=most) for parts, side in zip(stored, sides, strict=True)
   ]
 
 
@@ -394,3 +393,49 @@ def _numbers(row: collectives.Row) -> list[str]:
   """Returns runs, bytes of each, bytes per step."""
   runs = f"{row.count}{'' if row.exact else '+'}"
   return [runs, size_text(row.bytes / (row.count or 1)), size_text(row.bytes)]
+
+
+# The drawings of a run's layout, stored as JSON: `layout.json`, for the page of the run.
+#
+# The page is written by a process without JAX, from files alone. So a run stores its drawings at
+# its start: the mesh, and the largest parameters, one for each way of sharding.
+
+MOST_DRAWINGS = 6
+MOST_DEVICES = 1024  # of a mesh that is drawn
+
+
+def stored_layout(job: Job) -> dict[str, Any]:
+  """Returns what `layout.json` holds."""
+  side = Side("", job)
+  schedule = job.program.pipeline
+  small = job.mesh.size <= MOST_DEVICES
+  drawn = [
+    {"names": names, "sheet": grid.as_json(side.drawing(placement))}
+    for names, placement in (_ways(job)[:MOST_DRAWINGS] if small else ())
+  ]
+  sizes = {
+    title: sum(shardings.bytes_per_device(p, side.sizes) for p in placements.values())
+    for title, placements in job.placements.items()
+  }
+  return {
+    "caption": side.caption,
+    "mesh": grid.as_json(side.mesh) if small else None,
+    "parameters": job.parameter_counts()[0],
+    "bytes_per_device": sizes,
+    "replicated_bytes": shardings.replicated_bytes(side.held, side.sizes),
+    "drawings": drawn,
+    "pipeline": schedule and {**dataclasses.asdict(schedule), "layers": job.config.model.layers},
+  }
+
+
+def _ways(job: Job) -> list[tuple[list[str], Placement]]:
+  """Returns (names, placement) of the parameters that are sharded alike, the largest first."""
+  ways: dict[tuple, list[tuple[str, Placement]]] = {}
+  for name, p in job.placements["parameters"].items():
+    ways.setdefault((p.shape, p.letters, str(p.spec)), []).append((name, p))
+  found = [([name for name, _ in same], same[0][1]) for same in ways.values()]
+  return sorted(found, key=lambda one: -len(one[0]) * _whole_bytes(one[1]))
+
+
+def _whole_bytes(placement: Placement) -> int:
+  return math.prod(placement.shape) * np.dtype(placement.dtype).itemsize

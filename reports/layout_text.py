@@ -139,7 +139,12 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     every = [p for placements in sections.values() for p in placements]
     if ways := ways_text(every, job.mesh):
       lines += ["the devices that hold each block, a drawing per sharding:", "", ways, ""]
-    lines += ["activations, in the order of the forward pass:", *_activation_lines(job), ""]
+    lines.append("activations, in the order of the forward pass:")
+    for c in job.activations.seen:
+      notes = "".join(f"  note: {note}" for note in c.notes)
+      spec = spec_text(c.spec, len(c.shape))
+      lines.append(f"  {c.letters:<5} {shape_text(c.shape):<20} {spec}{notes}")
+    lines.append("")
     if named := named_activations.of_job(job):
       lines += [named_text(named, job), ""]
     if matrices := matrix_lines(job):
@@ -153,7 +158,8 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     lines.append(pipeline_picture.text(schedule, job.config.model.layers, picture=whole))
   if reduced := reduction_text(job):
     lines.append(reduced)
-  if gathers := gathers_text(job):
+  given = job.program.spec, sizes, job.placements["parameters"], job.program.trained
+  if gathers := gradients.gathering_text(*given, job.program.gathered):
     lines.append(gathers)
   lines.append(
     f"{counts_text(job)}; with optimizer state {shardings.size_text(per_device)} per device, "
@@ -161,16 +167,13 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     + (" on every device" if whole else "")
     + (f"; {shardings.size_text(on_host)} of it in the host's memory" if on_host else "")
   )
-  return "\n".join([*lines, *(chosen_lines(job) if whole else chosen_line(job))])
-
-
-def chosen_line(job: Job) -> list[str]:
-  """Returns what `chosen_lines` does in one line, without the reasons; [] where nothing is."""
-  values = [f"{one.key}={one.value}" for one in job.choices]
+  if whole:
+    return "\n".join([*lines, *chosen_lines(job)])
+  chosen = [f"{one.key}={one.value}" for one in job.choices]  # without the reasons
   if job.compiler_defaults:
-    values.append(f"{len(job.compiler_defaults)} compiler_options")
-  refused = [f"left out {name}, unknown here" for name in compiler_options.dropped()]
-  return [f"chosen: {', '.join([*values, *refused])}"] if values or refused else []
+    chosen.append(f"{len(job.compiler_defaults)} compiler_options")
+  chosen += [f"left out {name}, unknown here" for name in compiler_options.dropped()]
+  return "\n".join([*lines, *([f"chosen: {', '.join(chosen)}"] if chosen else [])])
 
 
 def reduction_text(job: Job) -> str:
@@ -178,14 +181,6 @@ def reduction_text(job: Job) -> str:
   return gradients.reduction_text(
     *(job.program.spec, job.devices.sizes, job.program.reduce_once_over),
     gathered=job.program.gathered is not None,
-  )
-
-
-def gathers_text(job: Job) -> str:
-  """Returns how a pipeline gathers its parameters; "" where there is nothing to gather."""
-  return gradients.gathering_text(
-    *(job.program.spec, job.devices.sizes, job.placements["parameters"]),
-    *(job.program.trained, job.program.gathered),
   )
 
 
@@ -283,11 +278,3 @@ def _names_text(names: Sequence[str]) -> str:
   kept = [name for name in names if not any(name.endswith(f"/{other}") for other in names)]
   more = " and their optimizer state" if len(kept) < len(names) else ""
   return ", ".join(kept) + more
-
-
-def _activation_lines(job: Job) -> list[str]:
-  return [
-    f"  {c.letters:<5} {shape_text(c.shape):<20} {spec_text(c.spec, len(c.shape))}"
-    + "".join(f"  note: {note}" for note in c.notes)
-    for c in job.activations.seen
-  ]

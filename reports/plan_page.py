@@ -10,8 +10,8 @@ from partitioning.shardings import size_text
 from planning import memory
 from planning.plan import Plan
 from planning.timeline import Bar, Gap, Layer
-from reports import memory_bar, plan_text
-from reports.html import render
+from reports import plan_text
+from reports.html import memory_bar, render
 from reports.layout_page import Arrays, Side, pipelines
 from runtime.chips import REASONS, SOURCES
 
@@ -57,7 +57,7 @@ def _memory(plan: Plan) -> dict[str, Any]:
   sums += [(f"in the host's memory: {k}", size_text(size)) for k, size in plan.host_memory.items()]
   shown = {name: size if name in at_peak else 0 for name, size in plan.memory.items()}
   return {
-    "bar": memory_bar.bar(shown, limit, plan.peak_bytes if plan.program else None),
+    "bar": memory_bar(shown, limit, plan.peak_bytes if plan.program else None),
     "parts": [
       {"name": name, "text": size_text(size), "at_peak": name in at_peak}
       for name, size in plan.memory.items()

@@ -12,7 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from reports import charts, run_charts, run_commands, run_files, run_sections, units
+from reports import charts, run_charts, run_files, run_sections, units
 from reports.html import render
 from reports.run_files import Run
 from reports.run_sections import Section
@@ -30,7 +30,7 @@ SECTIONS: tuple[Callable[[Run], Section | None], ...] = (
   run_sections.starts,
   run_sections.checkpoints,
   run_sections.bad_steps,
-  run_commands.section,
+  run_sections.commands,
   run_sections.configuration,
 )
 ROWS = 200  # of a table of numbers

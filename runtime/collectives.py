@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from runtime import hlo
-from runtime.source_lines import source
 
 KINDS = (
   "all-reduce",
@@ -208,8 +207,8 @@ def _record(program, computation, instruction, count, site, mesh) -> Collective 
   if not axes:
     return None
   # Instructions inside a fusion often carry no metadata; the fusion does.
-  line = source(program.frames, instruction.attributes)
-  line = line or (source(program.frames, site.attributes) if site else "")
+  line = hlo.source(program.frames, instruction.attributes)
+  line = line or (hlo.source(program.frames, site.attributes) if site else "")
   arrays = 1 if sent else len(instruction.operands)
   groups = tuple(tuple(map(int, group)) for group in groups)
   pairs = tuple(map(tuple, _pairs(instruction) or []))

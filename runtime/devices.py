@@ -10,6 +10,8 @@ import glob
 import math
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 
 import psutil
@@ -50,6 +52,9 @@ _MADV_HUGEPAGE = 14
 # The most that one process simulates. 2,048 start in 7 s, with 8,461 threads and 1.1 GB; at 4,096
 # XLA fails to start its threads (2 cores, jax 0.10.2).
 MOST_SIMULATED = 2048
+
+XLA_FLAGS = "XLA_FLAGS"  # the variable
+_TRY, _TRY_SECONDS = "from jaxlib import xla_client; xla_client.make_cpu_client()", 120
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,3 +226,38 @@ def memory_bytes(devices: Devices) -> int:
           total = min(total, int(limit))
     return total
   return jax.local_devices()[0].memory_stats()["bytes_limit"]
+
+
+def check_xla_flags() -> None:
+  """Finds flags in XLA_FLAGS that XLA does not accept; takes no time where it is not set.
+
+  XLA aborts its process (SIGABRT, a core dump, pages of help) over a flag that it does not know, so
+  another process tries them first. There is no list of the flags to compare with.
+
+  Raises:
+    ValueError: with XLA's own words.
+  """
+  value = os.environ.get(XLA_FLAGS, "")
+  if not value.strip():
+    return
+  try:
+    tried = subprocess.run(
+      [sys.executable, "-c", _TRY],
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.PIPE,
+      timeout=_TRY_SECONDS,
+      check=False,
+    )
+  except subprocess.TimeoutExpired as error:
+    raise ValueError(f"{XLA_FLAGS}={value}: XLA did not start within {_TRY_SECONDS} s") from error
+  if tried.returncode:
+    said = tried.stderr.decode(errors="replace")
+    raise ValueError(f"{XLA_FLAGS}={value}: XLA does not start with it: {_reason(said)}")
+
+
+def _reason(said: str) -> str:
+  """Returns the line of XLA's output that says what is wrong, without its time and place."""
+  fatal = re.search(r"^F\d+ .*?\] (.*)$", said, re.MULTILINE)
+  lines = [line for line in said.splitlines() if line.strip()]
+  return fatal[1] if fatal else lines[0][:300] if lines else "no message"

@@ -17,10 +17,12 @@ import math
 import os
 import pathlib
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import humanize
 from etils import epath
 
 MOST_BYTES = 2**26  # of a small file; the largest that a run writes is some MiB
@@ -379,3 +381,38 @@ def finite(value: Any) -> Any:
   if isinstance(value, list | tuple):
     return [finite(inner) for inner in value]
   return value
+
+
+def require_space(folder: epath.PathLike, needed: int, what: str, fix: str) -> None:
+  """Checks that a folder, or the one above in which it would be made, can be written and has space.
+
+  Nothing is created.
+
+  Args:
+    folder: what is about to be written to. A bucket has neither permissions nor a size.
+    needed: bytes.
+    what: needs them, such as `a checkpoint`.
+    fix: ends the message, such as `give another --workdir`.
+
+  Raises:
+    OSError: it cannot be written, or has less space (ENOSPC); with the free and the needed space.
+    ValueError: the whole disk is smaller.
+  """
+  if not is_local(folder):
+    return
+  path = pathlib.Path(folder).absolute()
+  there = next(one for one in (path, *path.parents) if os.path.lexists(one))
+  if not there.is_dir():
+    raise NotADirectoryError(f"{there} is a file, not a folder; {fix}")
+  if not os.access(there, os.W_OK | os.X_OK):
+    raise PermissionError(f"{there} cannot be written; {fix}")
+  disk = shutil.disk_usage(there)
+  free, total, size = (
+    humanize.naturalsize(n, binary=True) for n in (disk.free, disk.total, needed)
+  )
+  if disk.total < needed:
+    raise ValueError(f"the disk of {there} has {total} in all, and {what} needs {size}; {fix}")
+  if disk.free < needed:
+    full = OSError(f"{there} has {free} free, and {what} needs {size}; free some space, or {fix}")
+    full.errno = errno.ENOSPC
+    raise full

@@ -9,9 +9,7 @@ bounds can be followed to constants. Source: the grammar that XLA prints, as obs
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator
-
-from runtime import source_lines
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 # Bits per element. Packed types count their logical size, although some backends store them wider.
 BITS = {
@@ -32,6 +30,18 @@ _CALLED = re.compile(
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _TILED = re.compile(r"([a-z]\w*)\[([\d,]*)\]\{([\d,]*):T\(([\d,]+)\)")
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+  """A line of code: its file, its number and the function that it is in; "" if it is unknown."""
+
+  file: str
+  line: str
+  function: str = ""
+
+  def __str__(self):
+    return f"{self.file}:{self.line}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +105,7 @@ class Program:
 
   computations: dict[str, Computation]
   entry: str
-  frames: dict[str, tuple[source_lines.Place, ...]]
+  frames: dict[str, tuple[Place, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,7 +148,7 @@ def parse(text: str) -> Program:
     name: Computation(name, body, roots.get(name) or next(reversed(body), ""))
     for name, body in bodies.items()
   }
-  return Program(computations, entry, source_lines.stacks(lines))
+  return Program(computations, entry, stacks(lines))
 
 
 def _whole(lines: Iterable[str]) -> Iterator[str]:
@@ -241,7 +251,7 @@ def entry_parameters(program: Program) -> dict[str, str]:
   """
   found = {}
   for one in program.computations[program.entry].instructions.values():
-    name = source_lines.op_name(one.attributes)
+    name = op_name(one.attributes)
     if one.opcode == "parameter" and name:
       path = re.sub(r"\['([^']*)'\]", r"/\1", name.replace("\\", ""))
       found[path.removeprefix("state.")] = one.shape
@@ -368,3 +378,71 @@ def loop_frames(program: Program, frame: Frame, loop: Instruction) -> Iterator[F
   """Yields the frames of a loop's condition and body."""
   for part in ("condition", "body"):
     yield Frame(program.computations[loop.one(part)], loop, frame)
+
+
+# ------------------------------ lines of Python ------------------------------
+# Instructions name a stack frame, whose tables are at the top of the text, or, on some platforms, a
+# file and a line. The tables are complete where `jax_traceback_in_locations_limit` is high enough.
+
+_TITLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+def stacks(lines: Sequence[str]) -> dict[str, tuple[Place, ...]]:
+  """Returns `stack_frame_id -> places`, innermost first, from the lines of a program's text."""
+  tables: dict[str, dict[str, str]] = {title: {} for title in _TITLES}
+  title = ""
+  for line in lines:
+    if line in _TITLES:
+      title = line
+    elif title and (row := re.match(r"(\d+) (.*)", line)):
+      tables[title][row[1]] = row[2]
+    elif line:
+      title = ""
+  places = {}
+  for key, text in tables["FileLocations"].items():
+    ids = dict(re.findall(r"(\w+)=(\d+)", text))
+    file = tables["FileNames"].get(ids.get("file_name_id", ""), "").strip('"')
+    function = tables["FunctionNames"].get(ids.get("function_name_id", ""), "").strip('"')
+    places[key] = Place(file, ids.get("line", "?"), function)
+  frames = {
+    key: dict(re.findall(r"(\w+)=(\d+)", text)) for key, text in tables["StackFrames"].items()
+  }
+  # XLA writes a parent's id plus one (jax 0.10.2): the outermost frame seems to call itself.
+  later = any(frame.get("parent_frame_id") == key for key, frame in frames.items())
+
+  def upwards(key: str) -> Iterator[Place]:
+    """Yields the places of a frame and its callers."""
+    while key in frames:
+      yield places.get(frames[key].get("file_location_id", ""), Place("", "?"))
+      caller = str(int(frames[key].get("parent_frame_id", "0")) - later)
+      key = caller if int(caller) < int(key) else ""
+
+  return {key: tuple(place for place in upwards(key) if place.file) for key in frames}
+
+
+def stack(frames: Mapping[str, tuple[Place, ...]], attributes: str) -> tuple[Place, ...]:
+  """Returns the lines of an instruction, innermost first; () if its metadata has none.
+
+  Args:
+    frames: of `stacks`.
+    attributes: of the instruction.
+  """
+  file = re.search(r'\bsource_file="((?:[^"\\]|\\.)*)"', attributes)
+  line = re.search(r"\bsource_line=(\d+)", attributes)
+  frame = re.search(r"\bstack_frame_id=(\d+)", attributes)
+  found = frames.get(frame[1], ()) if frame else ()
+  if file and not found:
+    return (Place(file[1], line[1] if line else "?"),)
+  return found
+
+
+def op_name(attributes: str) -> str:
+  """Returns the name that JAX gives an instruction, such as `jit(f)/while/body/dot_general`."""
+  name = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', attributes)
+  return name[1] if name else ""
+
+
+def source(frames: Mapping[str, tuple[Place, ...]], attributes: str) -> str:
+  """Returns `op_name (file:line)` from an instruction's metadata, as far as available."""
+  place = next((f"({place})" for place in stack(frames, attributes)), "")
+  return " ".join(filter(None, (op_name(attributes), place)))

@@ -10,7 +10,7 @@ A preset, a table of names, or a preset with exceptions:
   activations. All else is recomputed, with `none` too: of unnamed arrays (scores, the inside of
   norms) nothing is saved then.
 
-Configs and models both need it, and configs are checked without JAX; `models.rematerialization`
+Configs and models both need it, and configs are checked without JAX; `models.layers`
 makes policies of it. Source: arXiv:1604.06174 (rematerialization).
 """
 

@@ -34,7 +34,7 @@ SMALL = {
   # The layout that the start prints and writes to layout.txt.
   "reports": {"drawings", "grid", "layout_text"},
   # What the sample at the end asks for is checked before the start.
-  "inference": {"request", "text_stream"},
+  "inference": {"request"},
 }
 # What only some configs need.
 OPTIONAL = {
@@ -43,8 +43,6 @@ OPTIONAL = {
   "partitioning.parallel.expert_exchange",
   "partitioning.parallel.pipeline",
   "training.parity",
-  "partitioning.parallel.expert_rows",
-  "partitioning.parallel.grouped_matmul",
   *("input_pipeline.tfds", "input_pipeline.mixture", "input_pipeline.text.preparation"),
   *("input_pipeline.text.worker", "input_pipeline.text.documents"),
   *("input_pipeline.text.conversations", "input_pipeline.text.chat_documents"),
@@ -53,6 +51,7 @@ OPTIONAL = {
   "input_pipeline.text.train_tokenizer",
   "training.optimizers.muon",
   "training.optimizers.soap",
+  "training.metrics.built_in_sinks",
   "training.optimizers.first_order",
   "training.optimizers.low_precision",
   "training.optimizers.host_state",
@@ -60,7 +59,16 @@ OPTIONAL = {
   "partitioning.parallel.whole_matrices",
   # What connects several processes.
   *("processes.crash_output", "processes.heartbeat", "processes.jax_internals"),
-  *("processes.listening", "processes.rendezvous", "processes.stragglers", "processes.tokens"),
+  *("processes.listening", "processes.preflight", "processes.rendezvous"),
+  *("processes.stragglers", "processes.tokens"),
+  "models.blockwise_attention",
+  "models.splash_attention",
+  "models.vit",
+  "partitioning.parallel.attention_blocks",
+  "partitioning.parallel.collective_matmul",
+  "partitioning.parallel.eight_bit",
+  "partitioning.parallel.ring_attention",
+  "partitioning.parallel.splash_kernel",
 }
 
 

@@ -60,15 +60,18 @@ class BadSteps:
     position: the rows that each step takes, and the skipped ones.
   """
 
-  def __init__(self, config: ConfigDict, record: Mapping[str, Any], done: int = 0):
+  def __init__(
+    self, training: ConfigDict, data: ConfigDict, record: Mapping[str, Any], done: int = 0
+  ):
     """Takes over the record of the checkpoint that the run resumes from.
 
     Args:
-      config: of the run.
+      training: the section of the config.
+      data: likewise.
       record: the checkpoint's; {} without one.
       done: its step.
     """
-    self._config, self._keys = config, config.training
+    self._keys, self._data = training, data
     self.rollbacks = tuple(map(Rollback.read, record.get(RECORD, {}).get("rollbacks", ())))
     self.position, self._losses = self._restored(record, done)
 
@@ -76,14 +79,12 @@ class BadSteps:
     self, record: Mapping[str, Any], done: int
   ) -> tuple[Position, collections.deque[float]]:
     """Returns the position and the newest losses at a checkpoint."""
-    ramp = Ramp.of(self._config.data)
+    ramp = Ramp.of(self._data)
     later = [stage for stage in ramp.rows if stage[0] > done]
     restored = (
       _position(record, ramp)
       .resumed(done, ramp.shape(done).rows, later)
-      .skipping(
-        self._config.data.skip_rows, *(rollback.skipped_rows for rollback in self.rollbacks)
-      )
+      .skipping(self._data.skip_rows, *(rollback.skipped_rows for rollback in self.rollbacks))
     )
     losses = record.get(RECORD, {}).get("losses", ())
     return restored, collections.deque(losses, maxlen=self._keys.bad_step_window)
@@ -183,55 +184,55 @@ class BadSteps:
     )
 
 
-def require_same_past(config: ConfigDict, record: Mapping[str, Any], done: int) -> None:
+def require_same_past(data: ConfigDict, record: Mapping[str, Any], done: int) -> None:
   """Checks that the steps of a checkpoint have skipped the rows that the run skips now.
 
   Args:
-    config: of now.
+    data: the section of now.
     record: the checkpoint's.
     done: its step.
 
   Raises:
     ValueError: data.skip_rows adds or removes rows that the run has passed.
   """
-  old = _position(record, Ramp.of(config.data))
+  old = _position(record, Ramp.of(data))
   made = (Rollback.read(values) for values in record.get(RECORD, {}).get("rollbacks", ()))
-  new = old.skipping(config.data.skip_rows, *(rollback.skipped_rows for rollback in made))
+  new = old.skipping(data.skip_rows, *(rollback.skipped_rows for rollback in made))
   reached = old.reached(done)
   if wrong := position.differing(old.skipped, new.skipped, reached):
     raise ValueError(
-      f"data.skip_rows={tuple(config.data.skip_rows)}: the {done} steps that are done have passed "
+      f"data.skip_rows={tuple(data.skip_rows)}: the {done} steps that are done have passed "
       f"the rows up to {reached - 1}, and treated the rows {position.text(wrong)} differently; "
       f"name rows from {reached} on, or start a new run with another --workdir"
     )
 
 
 def require_same_ramps(
-  old: Mapping[str, Any], config: ConfigDict, record: Mapping[str, Any], done: int
+  old: Mapping[str, Any], data: ConfigDict, record: Mapping[str, Any], done: int
 ) -> None:
   """Checks that the steps of a checkpoint had the shapes that the ramps of the run say.
 
   Args:
-    old: the checkpoint's config.
-    config: of now.
+    old: the section `data` of the checkpoint's config.
+    data: of now.
     record: the checkpoint's.
     done: its step.
 
   Raises:
     ValueError: a ramp changes a step that is done.
   """
-  ours, before = Ramp.of(config.data), Ramp.of(old["data"])
+  ours, before = Ramp.of(data), Ramp.of(old)
   position = _position(record, before)
   was = {
     "batch_size_ramp": [(phase.step, phase.batch) for phase in position.phases],
-    "sequence_length_ramp": before.lengths(config.data.sequence_length),
+    "sequence_length_ramp": before.lengths(data.sequence_length),
   }
   now = {
     "batch_size_ramp": ours.rows,
-    "sequence_length_ramp": ours.lengths(config.data.sequence_length),
+    "sequence_length_ramp": ours.lengths(data.sequence_length),
   }
   for key, stages in was.items():
-    if key == "batch_size_ramp" and not config.data[key]:
+    if key == "batch_size_ramp" and not data[key]:
       continue  # another size from here on
     entered, wanted = (until(given, done) for given in (stages, now[key]))
     if entered != wanted:

@@ -22,10 +22,10 @@ from models import model_spec
 from partitioning.rules import named_leaves
 from processes.coordination import current
 from runtime.printable import printable
-from training import replica_digests
 from training.checkpointing import integrity, restore
 from training.checkpointing.consensus import Together
 from training.checkpointing.integrity import Verified
+from training.replica_check import content_digests
 from training.setup import Job
 from training.state import State, merged
 
@@ -73,240 +73,267 @@ class Base:
     return self.folder if self.step is None else os.path.join(self.folder, str(self.step))
 
 
-def trained_part(job: Job, state: State) -> dict[str, Any]:
-  """Returns a state, or an abstract one, without the parameters that no step changes."""
-  return {**vars(state), restore.PARAMETERS: job.program.changing(state.params)[0]}
+@dataclasses.dataclass(frozen=True)
+class ParameterReader:
+  """Reads parameters of a job's model that are elsewhere: in a run, a model folder or an adapter's.
 
-
-def found_at_start(job: Job, folder: epath.PathLike, step: int | None, state: State) -> Base | None:
-  """Returns the base of a new run; None if the run trains all parameters, and saves them.
-
-  Args:
-    job: the run.
-    folder: from which its parameters were read, of checkpoints or of a model.
-    step: likewise.
-    state: the first one.
-  """
-  frozen = named_leaves(job.program.changing(state.params)[1])
-  if not frozen:
-    return None
-  dtype = job.config.training.frozen_dtype
-  return Base(os.fspath(folder), step, dtype, digest(job, frozen))
-
-
-def digest(job: Job, arrays: Mapping[str, jax.Array]) -> str:
-  """Returns a digest of the names, shapes, dtypes and bits of parameters, in hexadecimal.
-
-  SHA-256 of a line for each array with a 128-bit sum over its elements, mixed with their places,
-  which the devices compute from their shards: no array is gathered, and every mesh gives the same.
-  """
-  names = sorted(arrays)
-  compiled = job.compile(
-    replica_digests.of_contents,
-    [arrays[name] for name in names],
-    out_shardings=NamedSharding(job.mesh, PartitionSpec()),
-  ).function
-  sums = np.asarray(compiled([arrays[name] for name in names]))
-  lines = [
-    f"{name} {arrays[name].dtype} {list(arrays[name].shape)} {row.tobytes().hex()}\n"
-    for name, row in zip(names, sums.astype("<u4"), strict=True)
-  ]
-  return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def completed(job: Job, params: Any, base: Base | None, run: str) -> tuple[Any, Base | None]:
-  """Returns all parameters of a run: its own, and the frozen ones, which are read from its base.
-
-  Args:
+  Attributes:
     job: whose model and mesh they are for; its `checkpoint.initialize_from`, where it is set, says
-      where the base is now.
-    params: nested dict of the parameters that the run has saved.
-    base: of the run's record; None: it has saved all.
-    run: its folder, for messages.
-
-  Returns:
-    The parameters; the base, as it was found.
-
-  Raises:
-    ValueError: the base is missing, or is another one.
+      where the base of a run is now.
   """
-  if base is None:
-    return params, None
-  own = named_leaves(params)
-  wanted = {
-    name: leaf for name, leaf in named_leaves(job.placed_state.params).items() if name not in own
-  }
-  where = job.config.checkpoint.initialize_from or base.folder
-  arrays, base = _frozen(job, base, wanted, where, run)
-  return merged(params, restore.nested(arrays)), base
 
+  job: Job
 
-def _frozen(
-  job: Job, base: Base, wanted: Mapping[str, Any], where: str, run: str
-) -> tuple[dict[str, jax.Array], Base]:
-  """Reads the frozen parameters of a run, and compares their digest."""
-  dtype = np.dtype(base.dtype)
-  stored = {
-    name: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
-    for name, leaf in wanted.items()
-  }
-  try:
-    folder, step, arrays = read(job, where, stored, step=base.step, optional=adapters(job))
-  except (ValueError, OSError) as error:
-    raise ValueError(
-      f"{run} has saved the parameters that it trains; the others were those of "
-      f"{base.location}, and cannot be read from {where}: {error}\n"
-      f"if they have moved, give --config.{_KEY}"
-    ) from error
-  if (found := digest(job, arrays)) != base.digest:
-    raise ValueError(
-      f"{run} was trained with other frozen parameters than those of {where}: their digest is "
-      f"{found[:_SHOWN]}, and its record has {base.digest[:_SHOWN]}, of {base.location}; give "
-      f"those, --config.{_KEY}=DIR/STEP"
-    )
-  base = dataclasses.replace(base, folder=os.fspath(folder), step=step)
-  return {name: x.astype(wanted[name].dtype) for name, x in arrays.items()}, base
+  @property
+  def consensus(self) -> Together:
+    """Returns the consensus of the run's processes about checkpoints."""
+    return Together(current(), timeout_seconds=self.job.config.processes.start_timeout_seconds)
 
+  @property
+  def adapters(self) -> list[str]:
+    """Returns the names of the adapters, which another run need not have."""
+    return fnmatch.filter(named_leaves(self.job.state.params), ADAPTERS)
 
-def read(
-  job: Job,
-  location: str,
-  wanted: Mapping[str, jax.ShapeDtypeStruct],
-  *,
-  step: int | None = None,
-  optional: Collection[str] = (),
-) -> tuple[epath.PathLike, int | None, dict[str, jax.Array]]:
-  """Reads parameters of another run by their names; what it has not saved, from its own base.
+  def trained_part(self, state: State) -> dict[str, Any]:
+    """Returns a state, or an abstract one, without the parameters that no step changes."""
+    return {**vars(state), restore.PARAMETERS: self.job.program.changing(state.params)[0]}
 
-  Args:
-    job: whose model and mesh they are for.
-    location: `DIR[/STEP]`, or a model folder.
-    wanted: name -> shape, dtype and sharding. A parameter is cast from or to bfloat16.
-    step: which, if the location names none and it is there; by default the newest.
-    optional: names that may be missing.
+  def found_at_start(self, folder: epath.PathLike, step: int | None, state: State) -> Base | None:
+    """Returns the base of a new run; None if the run trains all parameters, and saves them.
 
-  Returns:
-    The folder and the step; name -> array.
+    Args:
+      folder: from which its parameters were read, of checkpoints or of a model.
+      step: likewise.
+      state: the first one.
+    """
+    frozen = named_leaves(self.job.program.changing(state.params)[1])
+    if not frozen:
+      return None
+    dtype = self.job.config.training.frozen_dtype
+    return Base(os.fspath(folder), step, dtype, self.digest(frozen))
 
-  Raises:
-    ValueError: there is no checkpoint, or its parameters have other names, shapes or dtypes.
-  """
-  if hf_folder.is_adapter(location):
-    return _of_adapter(job, location, wanted)
-  if hf_folder.is_model(location):
-    return _of_model_folder(job, location, wanted)
-  folder, chosen = restore.parse_location(location)
-  if chosen is None and step in restore.steps(folder):
-    chosen = step
-  known = named_leaves(job.state.params).keys()
+  def digest(self, arrays: Mapping[str, jax.Array]) -> str:
+    """Returns a digest of the names, shapes, dtypes and bits of parameters, in hexadecimal.
 
-  def read_step(number: int) -> tuple[Verified, dict[str, jax.Array]]:
-    path = folder / str(number)
-    verified = integrity.check(path, job.config.checkpoint.verify)
-    there = {
-      name.removeprefix(_PREFIX): x
-      for name, x in restore.stored_arrays(path).items()
-      if name.startswith(_PREFIX)
+    SHA-256 of a line for each array with a 128-bit sum over its elements, mixed with their
+    places, which the devices compute from their shards: no array is gathered, and every mesh gives
+    the same.
+    """
+    names = sorted(arrays)
+    compiled = self.job.compile(
+      content_digests,
+      [arrays[name] for name in names],
+      out_shardings=NamedSharding(self.job.mesh, PartitionSpec()),
+    ).function
+    sums = np.asarray(compiled([arrays[name] for name in names]))
+    lines = [
+      f"{name} {arrays[name].dtype} {list(arrays[name].shape)} {row.tobytes().hex()}\n"
+      for name, row in zip(names, sums.astype("<u4"), strict=True)
+    ]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+  def completed(self, params: Any, base: Base | None, run: str) -> tuple[Any, Base | None]:
+    """Returns all parameters of a run: its own, and the frozen ones, which are read from its base.
+
+    Args:
+      params: nested dict of the parameters that the run has saved.
+      base: of the run's record; None: it has saved all.
+      run: its folder, for messages.
+
+    Returns:
+      The parameters; the base, as it was found.
+
+    Raises:
+      ValueError: the base is missing, or is another one.
+    """
+    if base is None:
+      return params, None
+    own = named_leaves(params)
+    wanted = {
+      name: leaf
+      for name, leaf in named_leaves(self.job.placed_state.params).items()
+      if name not in own
     }
-    partial = Base.of(verified.record) is not None
-    expected = {n: x for n, x in wanted.items() if n in there or not (partial or n in optional)}
-    there = {
-      name: _as_wanted(x, wanted.get(name))
-      for name, x in there.items()
-      if name in wanted or name not in known
+    where = self.job.config.checkpoint.initialize_from or base.folder
+    arrays, base = self._frozen(base, wanted, where, run)
+    return merged(params, restore.nested(arrays)), base
+
+  def _frozen(
+    self, base: Base, wanted: Mapping[str, Any], where: str, run: str
+  ) -> tuple[dict[str, jax.Array], Base]:
+    """Reads the frozen parameters of a run, and compares their digest."""
+    dtype = np.dtype(base.dtype)
+    stored = {
+      name: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+      for name, leaf in wanted.items()
     }
-    restore.require_same(path, restore.differences(there, expected))
-    require_same_adapters(job, verified, ("alpha", "rs"))
-    if not expected:
-      return verified, {}
-    tree = restore.read_arrays(
-      path,
-      {restore.PARAMETERS: restore.nested(expected)},
-      branches=(restore.PARAMETERS,),
-      together=together(job),
-      verified=verified,
-      compared=True,
-    )
-    return verified, named_leaves(tree[restore.PARAMETERS])
-
-  found = restore.restore_first(folder, chosen, read_step, together(job))
-  for line in found.warnings(folder, "nothing is changed"):
-    warn(line)
-  verified, arrays = found.tree
-  rest = {name: x for name, x in wanted.items() if name not in arrays}
-  if rest and (base := Base.of(verified.record)) is not None:
-    more, _ = _frozen(job, base, rest, base.folder, str(folder))
-    arrays |= more
-  return folder, found.step, arrays
-
-
-def _of_model_folder(
-  job: Job, location: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
-) -> tuple[str, None, dict[str, jax.Array]]:
-  """Reads what a model folder has of these parameters; adapters are in none."""
-  from interop import read_weights  # of runs that begin with a model folder alone
-
-  source = read_weights.open_folder(location, model_spec(job.config), _KEY)
-  there = {name: leaf for name, leaf in wanted.items() if name in source.parts}
-  place = location if "://" in location else str(source.folder)
-  return place, None, read_weights.read(source, there)
-
-
-def _of_adapter(
-  job: Job, location: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
-) -> tuple[str, None, dict[str, jax.Array]]:
-  """Reads adapters from a folder, and the other parameters from `model.folder`, their base."""
-  from interop import peft_adapter  # as read_weights
-
-  config = job.config
-  if not (base := config.model.get("folder")):
-    raise ValueError(
-      f"{location} is an adapter, whose base is a model folder: choose --config=FILE:hf and name "
-      f"it with --config.model.folder"
-    )
-  place, _, arrays = _of_model_folder(job, base, wanted)
-  names = [name for name in adapters(job) if name in wanted]
-  if not names:
-    return place, None, arrays
-  adapter = peft_adapter.read_config(location)
-  model_type = hf_folder.read_config(
-    hf_folder.local(base, "model.folder"), "model.folder"
-  ).model_type
-  found = peft_adapter.read(adapter, model_spec(config), model_type)
-  said = peft_adapter.metadata(adapter)
-  frozen = {name: x for name, x in arrays.items() if name not in job.program.trained}
-  same_kind = said.get(peft_adapter.DTYPE) == config.training.frozen_dtype
-  if same_kind and len(frozen) == len(arrays):
-    ours, theirs = digest(job, frozen), said.get(peft_adapter.DIGEST, "")
-    if ours != theirs:
+    try:
+      folder, step, arrays = self.read(where, stored, step=base.step, optional=self.adapters)
+    except (ValueError, OSError) as error:
       raise ValueError(
-        f"{location} is an adapter of another base than {base}: the digest of its base is "
-        f"{theirs[:_SHOWN]}, and that of this one {ours[:_SHOWN]}"
+        f"{run} has saved the parameters that it trains; the others were those of "
+        f"{base.location}, and cannot be read from {where}: {error}\n"
+        f"if they have moved, give --config.{_KEY}"
+      ) from error
+    if (found := self.digest(arrays)) != base.digest:
+      raise ValueError(
+        f"{run} was trained with other frozen parameters than those of {where}: their digest is "
+        f"{found[:_SHOWN]}, and its record has {base.digest[:_SHOWN]}, of {base.location}; give "
+        f"those, --config.{_KEY}=DIR/STEP"
       )
-  for name in names:
-    leaf, value = wanted[name], found[name].astype(wanted[name].dtype)
-    arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, value.__getitem__)
-  return place, None, arrays
+    base = dataclasses.replace(base, folder=os.fspath(folder), step=step)
+    return {name: x.astype(wanted[name].dtype) for name, x in arrays.items()}, base
 
+  def read(
+    self,
+    location: str,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    step: int | None = None,
+    optional: Collection[str] = (),
+  ) -> tuple[epath.PathLike, int | None, dict[str, jax.Array]]:
+    """Reads parameters of another run by their names; what it has not saved, from its own base.
 
-def check_model_folder(job: Job, workdir: epath.Path) -> None:
-  """Checks the model folder that a new run is to start from, of which only headers are read.
+    Args:
+      location: `DIR[/STEP]`, or a model folder.
+      wanted: name -> shape, dtype and sharding. A parameter is cast from or to bfloat16.
+      step: which, if the location names none and it is there; by default the newest.
+      optional: names that may be missing.
 
-  Raises:
-    ValueError: its tensors are not the model's.
-  """
-  where = job.config.checkpoint.initialize_from
-  if restore.steps(workdir / restore.FOLDER):
-    return
-  if hf_folder.is_adapter(where):
-    where = job.config.model.get("folder") or where
-  if hf_folder.is_model(where):
-    from interop import read_weights  # as above
+    Returns:
+      The folder and the step; name -> array.
 
-    spec = model_spec(job.config)
-    source = read_weights.open_folder(where, spec, _KEY)
-    for line in read_weights.differing_keys(spec, source.described):
-      warn(f"WARNING: {line}")
+    Raises:
+      ValueError: there is no checkpoint, or its parameters have other names, shapes or dtypes.
+    """
+    if hf_folder.is_adapter(location):
+      return self._of_adapter(location, wanted)
+    if hf_folder.is_model(location):
+      return self._of_model_folder(location, wanted)
+    folder, chosen = restore.parse_location(location)
+    if chosen is None and step in restore.steps(folder):
+      chosen = step
+    known = named_leaves(self.job.state.params).keys()
+
+    def read_step(number: int) -> tuple[Verified, dict[str, jax.Array]]:
+      path = folder / str(number)
+      verified = integrity.check(path, self.job.config.checkpoint.verify)
+      there = {
+        name.removeprefix(_PREFIX): x
+        for name, x in restore.stored_arrays(path).items()
+        if name.startswith(_PREFIX)
+      }
+      partial = Base.of(verified.record) is not None
+      expected = {n: x for n, x in wanted.items() if n in there or not (partial or n in optional)}
+      there = {
+        name: _as_wanted(x, wanted.get(name))
+        for name, x in there.items()
+        if name in wanted or name not in known
+      }
+      restore.require_same(path, restore.differences(there, expected))
+      self.require_same_adapters(verified, ("alpha", "rs"))
+      if not expected:
+        return verified, {}
+      tree = restore.read_arrays(
+        path,
+        {restore.PARAMETERS: restore.nested(expected)},
+        branches=(restore.PARAMETERS,),
+        together=self.consensus,
+        verified=verified,
+        compared=True,
+      )
+      return verified, named_leaves(tree[restore.PARAMETERS])
+
+    found = restore.restore_first(folder, chosen, read_step, self.consensus)
+    for line in found.warnings(folder, "nothing is changed"):
+      warn(line)
+    verified, arrays = found.tree
+    rest = {name: x for name, x in wanted.items() if name not in arrays}
+    if rest and (base := Base.of(verified.record)) is not None:
+      more, _ = self._frozen(base, rest, base.folder, str(folder))
+      arrays |= more
+    return folder, found.step, arrays
+
+  def _of_model_folder(
+    self, location: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
+  ) -> tuple[str, None, dict[str, jax.Array]]:
+    """Reads what a model folder has of these parameters; adapters are in none."""
+    from interop import read_weights  # of runs that begin with a model folder alone
+
+    source = read_weights.open_folder(location, model_spec(self.job.config), _KEY)
+    there = {name: leaf for name, leaf in wanted.items() if name in source.parts}
+    place = location if "://" in location else str(source.folder)
+    return place, None, read_weights.read(source, there)
+
+  def _of_adapter(
+    self, location: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
+  ) -> tuple[str, None, dict[str, jax.Array]]:
+    """Reads adapters from a folder, and the other parameters from `model.folder`, their base."""
+    from interop import peft_adapter  # as read_weights
+
+    config = self.job.config
+    if not (base := config.model.get("folder")):
+      raise ValueError(
+        f"{location} is an adapter, whose base is a model folder: choose --config=FILE:hf and name "
+        f"it with --config.model.folder"
+      )
+    place, _, arrays = self._of_model_folder(base, wanted)
+    names = [name for name in self.adapters if name in wanted]
+    if not names:
+      return place, None, arrays
+    adapter = peft_adapter.read_config(location)
+    model_type = hf_folder.read_config(
+      hf_folder.local(base, "model.folder"), "model.folder"
+    ).model_type
+    found = peft_adapter.read(adapter, model_spec(config), model_type)
+    said = peft_adapter.metadata(adapter)
+    frozen = {name: x for name, x in arrays.items() if name not in self.job.program.trained}
+    same_kind = said.get(peft_adapter.DTYPE) == config.training.frozen_dtype
+    if same_kind and len(frozen) == len(arrays):
+      ours, theirs = self.digest(frozen), said.get(peft_adapter.DIGEST, "")
+      if ours != theirs:
+        raise ValueError(
+          f"{location} is an adapter of another base than {base}: the digest of its base is "
+          f"{theirs[:_SHOWN]}, and that of this one {ours[:_SHOWN]}"
+        )
+    for name in names:
+      leaf, value = wanted[name], found[name].astype(wanted[name].dtype)
+      arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, value.__getitem__)
+    return place, None, arrays
+
+  def check_model_folder(self, workdir: epath.Path) -> None:
+    """Checks the model folder that a new run is to start from, of which only headers are read.
+
+    Raises:
+      ValueError: its tensors are not the model's.
+    """
+    where = self.job.config.checkpoint.initialize_from
+    if restore.steps(workdir / restore.FOLDER):
+      return
+    if hf_folder.is_adapter(where):
+      where = self.job.config.model.get("folder") or where
+    if hf_folder.is_model(where):
+      from interop import read_weights  # as above
+
+      spec = model_spec(self.job.config)
+      source = read_weights.open_folder(where, spec, _KEY)
+      for line in read_weights.differing_keys(spec, source.described):
+        warn(f"WARNING: {line}")
+
+  def require_same_adapters(
+    self, checkpoint: Verified, keys: Collection[str] = ("rank", "targets", "alpha", "rs")
+  ) -> None:
+    """Raises ValueError if a checkpoint's adapters differ from the job's in these keys of `lora`.
+
+    The scale cannot be seen in their arrays.
+    """
+    old, new = checkpoint.config.get("lora"), json.loads(self.job.config.lora.to_json_best_effort())
+    if not old or not old["rank"] or (not new["rank"] and "rank" not in keys):
+      return
+    wrong = {key: old[key] for key in keys if old[key] != new[key]}
+    if wrong:
+      lines = [f"lora.{key}={new[key]!r} here, and {value!r} there" for key, value in wrong.items()]
+      raise ValueError(f"{checkpoint.path} has other adapters: {'; '.join(lines)}; set them alike")
 
 
 def _as_wanted(stored: Any, wanted: Any) -> Any:
@@ -315,32 +342,6 @@ def _as_wanted(stored: Any, wanted: Any) -> Any:
   if wanted is not None and "bfloat16" in kinds and all("float" in kind for kind in kinds):
     return jax.ShapeDtypeStruct(stored.shape, wanted.dtype)
   return stored
-
-
-def require_same_adapters(
-  job: Job, checkpoint: Verified, keys: Collection[str] = ("rank", "targets", "alpha", "rs")
-) -> None:
-  """Raises ValueError if the adapters of a checkpoint differ from a job's in these keys of `lora`.
-
-  The scale cannot be seen in their arrays.
-  """
-  old, new = checkpoint.config.get("lora"), json.loads(job.config.lora.to_json_best_effort())
-  if not old or not old["rank"] or (not new["rank"] and "rank" not in keys):
-    return
-  wrong = {key: old[key] for key in keys if old[key] != new[key]}
-  if wrong:
-    lines = [f"lora.{key}={new[key]!r} here, and {value!r} there" for key, value in wrong.items()]
-    raise ValueError(f"{checkpoint.path} has other adapters: {'; '.join(lines)}; set them alike")
-
-
-def adapters(job: Job) -> list[str]:
-  """Returns the names of the adapters, which another run need not have."""
-  return [name for name in named_leaves(job.state.params) if fnmatch.fnmatchcase(name, ADAPTERS)]
-
-
-def together(job: Job) -> Together:
-  """Returns the consensus of the run's processes about checkpoints."""
-  return Together(current(), timeout_seconds=job.config.processes.start_timeout_seconds)
 
 
 def warn(text: str) -> None:

@@ -1,6 +1,6 @@
-"""Callbacks: functions that a run calls every n steps.
+"""What a run calls: callbacks every n steps, and the observer that reports about it.
 
-A config file registers one in CALLBACKS, and `training.callbacks` names it.
+A config file registers a callback in CALLBACKS, and `training.callbacks` names it.
 """
 
 import dataclasses
@@ -86,3 +86,22 @@ def _call(name: str, function: Callable[[Context], None], context: Context, when
     function(context)
   except Exception as error:
     raise CallbackError(f"the callback {name!r} fails {when}: {error_text(error)}") from error
+
+
+class Observer:
+  """Is called by a run on every process alike; this one ignores everything.
+
+  Methods may hold collectives. What they raise ends the run.
+  """
+
+  def compiled(self, step: int, program: Any) -> None:
+    """The train step is compiled, as a `jax.stages.Compiled`; `step` steps are done."""
+
+  def evaluated(self, step: int, state: Any) -> None:
+    """The state after a step is evaluated, and the result is in `metrics.jsonl`."""
+
+  def saved(self, step: int) -> None:
+    """The checkpoint of a step is committed."""
+
+  def rolled_back(self, step: int) -> None:
+    """Training has gone back to a step, and the line about it is in `metrics.jsonl`."""

@@ -11,14 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from etils import epath
 
 from input_pipeline.batches import EvaluationBatches, Prefetcher
-from processes.coordination import Lockstep, current
+from processes.coordination import Lockstep
 from processes.watchdog import EVALUATION, SAVING, Watchdog
 from training import averages
 from training.metrics import log_lines
-from training.metrics.writer import evaluated
 from training.setup import Job
 from training.state import State, merged
 from training.tasks import TASKS, Totals
@@ -89,15 +87,6 @@ class Evaluation:
     of = log_lines.examples_text(self.line())
     drawn = ", drawn at random" if self.examples < self.split_examples else ""
     return f"evaluation after step {step} ({of}{drawn}): {numbers}"
-
-
-def is_logged(job: Job, workdir: epath.Path, step: int) -> bool:
-  """Returns whether a step's evaluation is in metrics.jsonl; all processes call it.
-
-  A network file system may not show the file to all of them at once.
-  """
-  seconds = job.config.processes.start_timeout_seconds
-  return current().all_true("evaluated", evaluated(workdir, step), timeout_seconds=seconds)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A step's gradients, composed of functions with one signature, `Gradients`.
 
 `of_loss` gives those of a microbatch, `Pipelined.gradients` those of a schedule of stages.
-`accumulate` adds up several microbatches. `batch_region.summed_over_batch_parts` and `gather_once`
+`accumulate` adds up several microbatches. `summed_over_batch_parts` and `gather_once`
 run that sum in a region, and reduce it once: where `reduced_once_over` and `gathered_once` say so.
 """
 
@@ -19,9 +19,8 @@ from models import MODELS
 from models.losses import Batch, Sums
 from partitioning.constraints import automatic_spec, on_one_device
 from partitioning.dims import partition_spec, spec_axes, spec_entries
-from partitioning.dtypes import wide_dtype
-from partitioning.parallel import eight_bit
-from partitioning.parallel.gathered_parameters import GatheredOnce, Params
+from partitioning.dtypes import HISTORY, is_history, wide_dtype
+from partitioning.parallel.manual_region import GatheredOnce, Params
 from partitioning.parallel.pipeline_schedule import GPIPE, INTERLEAVED, STAGE, Schedule
 from partitioning.rules import Placement, named_leaves
 from partitioning.shardings import shard_shape, size_text
@@ -32,7 +31,7 @@ from training.state import merged, nested, split
 # From (rows, differentiated arrays, other parameters, other variables, key) to ((gradients, loss
 # sums), other variables afterwards). Arrays are nested dicts; those that are differentiated are the
 # trained parameters, float32 or wider, and the histories of delayed scaling, whose gradients are
-# magnitudes of the step (`partitioning.parallel.eight_bit`).
+# magnitudes of the step (`partitioning.dtypes`).
 Gradients = Callable[[Batch, Any, Any, Any, jax.Array | None], tuple[tuple[Any, Sums], Any]]
 # From (parameters and histories, other variables, rows, key) to (loss sums, variables afterwards).
 Loss = Callable[[Any, Any, Batch, jax.Array | None], tuple[Sums, Any]]
@@ -50,7 +49,7 @@ def of_loss(loss: Loss, finish: Callable[[Sums], Sums]) -> Gradients:
       return sums["loss"], (sums, after)
 
     grads, (sums, after) = jax.grad(summed, has_aux=True)(learned)
-    _, others = split(after, eight_bit.is_history)
+    _, others = split(after, is_history)
     return (grads, sums), others
 
   return gradients
@@ -82,7 +81,7 @@ def accumulate(gradients: Gradients, count: int) -> Gradients:
 
 
 def _added(path: tuple, total: jax.Array, one: jax.Array) -> jax.Array:
-  return (jnp.maximum if path[-1].key == eight_bit.HISTORY else jnp.add)(total, one)
+  return (jnp.maximum if path[-1].key == HISTORY else jnp.add)(total, one)
 
 
 def split_rows(batch: Batch, count: int) -> dict[str, jax.Array]:

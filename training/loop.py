@@ -1,24 +1,31 @@
-"""The training loop: compile, steps, evaluation, saving, end."""
+"""The training loop: compile, steps, evaluation, saving, end.
+
+`train` says what happens in which order, `Run` how. What they need is below: after which steps what
+is due (`Due`), the steps as they are compiled (`TrainSteps`), and saving (`Saver`).
+"""
 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from etils import epath
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
 from input_pipeline.batches import Prefetcher
+from input_pipeline.ramp import Shape
 from models import model_spec
 from processes.coordination import Lockstep, current
-from processes.watchdog import ENDING, EVALUATION, STARTING, Watchdog
-from training import callbacks, reference, restore, workdir_files
+from processes.watchdog import ENDING, EVALUATION, SAVING, STARTING, Watchdog
+from runtime import collectives
+from training import callbacks, workdir_files
 from training.bad_steps import BadStepError, BadSteps
-from training.callbacks import CALLBACKS, Callback
+from training.callbacks import CALLBACKS, Callback, Observer
 from training.checkpointing import resume_policy
-from training.due import Due
-from training.evaluation import Evaluation, Evaluator, is_logged
-from training.metrics.console import ProgressLine, Waiting, duration, say_wrapped, warn
+from training.checkpointing.async_writer import SaveError
+from training.evaluation import Evaluation, Evaluator
+from training.metrics.console import ProgressLine, Waiting, duration, say, say_wrapped, warn
 from training.metrics.goodput import Goodput
 from training.metrics.log_lines import FILE, LogSchedule, missing_text
 from training.metrics.profiler import Profile
@@ -31,14 +38,12 @@ from training.metrics.reader import (
 from training.metrics.sinks import Sinks
 from training.metrics.throughput import Meter
 from training.metrics.writer import MetricsWriter
-from training.observer import Observer
 from training.replica_check import ReplicaCheck
 from training.restore import Start
-from training.saving import Saver
-from training.setup import Job
+from training.setup import Compiled
+from training.specs import BatchSpec
 from training.splits import Data
 from training.state import State
-from training.train_steps import TrainSteps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +55,8 @@ class End:
 
 
 def train(
-  job: Job,
   data: Data,
   start: Start,
-  workdir: epath.Path,
   watch: Watchdog,
   *,
   started: float,
@@ -63,10 +66,9 @@ def train(
   """Trains from the step where the run starts to the last.
 
   Args:
-    job: a prepared job.
-    data: its batches.
-    start: the state and the step to start from. Its checkpointer is closed at the end.
-    workdir: an existing folder.
+    data: the batches.
+    start: the job, its workdir, and the state and the step to start from. Its checkpointer is
+      closed at the end.
     watch: the running watchdog, with the other processes and stop requests.
     started: when the command was given, on the clock of `time.monotonic`.
     more_callbacks: name -> Callback, in addition to those that the config names.
@@ -78,12 +80,15 @@ def train(
   """
   with contextlib.ExitStack() as stack:
     stack.enter_context(start.checkpointer)
-    data = reference.attached(job, data, start, workdir, watch)
+    if start.job.needs_reference:
+      from training import reference  # of preferences alone
+
+      data = reference.attached(data, start, watch)
     watch.saves = True
-    called = {name: CALLBACKS[name] for name in job.config.training.callbacks}
+    called = {name: CALLBACKS[name] for name in start.job.config.training.callbacks}
     called.update(more_callbacks or {})
     observer = observer or Observer()
-    run = Run(job, data, start, workdir, watch, stack, called, observer, started=started)
+    run = Run(data, start, watch, stack, called, observer, started=started)
     run.open()
     run.compile()
     run.catch_up()
@@ -116,10 +121,8 @@ class Run:
 
   def __init__(
     self,
-    job: Job,
     data: Data,
     start: Start,
-    workdir: epath.Path,
     watch: Watchdog,
     stack: contextlib.ExitStack,
     called: Mapping[str, Callback],
@@ -129,12 +132,13 @@ class Run:
   ):
     """Takes the arguments of `train`, and opens `metrics.jsonl`; `stack` closes what is opened."""
     self.state, self.done, self.stopped = start.state, start.step, False
-    self._job, self._config, self._data, self._start = job, job.config, data, start
+    job, workdir, config = start.job, start.workdir, start.job.config
+    self._job, self._config, self._data, self._start = job, config, data, start
     self._workdir, self._watch, self._started = workdir, watch, started
-    self._callbacks, self._due, self._observer = called, Due(job.config), observer
-    self._saver = Saver(start, resume_policy.plain(job.config), watch, observer.saved)
-    self._bad_steps = BadSteps(job.config, start.known, start.step)
-    every = job.config.metrics.every_steps, job.config.evaluation.every_steps
+    self._callbacks, self._due, self._observer = called, Due(config), observer
+    self._saver = Saver(start, resume_policy.plain(config), watch, observer.saved)
+    self._bad_steps = BadSteps(config.training, config.data, start.known, start.step)
+    every = config.metrics.every_steps, config.evaluation.every_steps
     self._schedule = LogSchedule(*every, start.known, start.step)
     self._lockstep = Lockstep(watch.group, watch.stop)
     # On simulated devices at most one step is in flight: more can deadlock in a rendezvous.
@@ -143,27 +147,25 @@ class Run:
       late=0 if job.devices.simulated else 1, check=self._bad_steps.check
     )
     self._stack = stack
-    self._debug_nans = DebugNans(job)
+    self._debug_nans = DebugNans(job.compile, job.mesh)
     stack.enter_context(without_debug_checks())
-    self._interrupted = (
-      start.step > 0 and self.evaluation_due() and not is_logged(job, workdir, start.step)
-    )
+    self._interrupted = start.step > 0 and self.evaluation_due() and not start.is_evaluated()
     self._writer = stack.enter_context(
       MetricsWriter(
         workdir,
         step=start.step,
-        tensorboard=job.config.metrics.tensorboard,
+        tensorboard=config.metrics.tensorboard,
         rollbacks=len(self._bad_steps.rollbacks),
         owner=start.owner,
-        sinks=lambda: Sinks(job.config, workdir, start.step, warn),
+        sinks=lambda: Sinks(config, workdir, start.step, warn),
       )
     )
     self._goodput = Goodput(started, self._writer.times)
-    self._meter, self._measuring = Meter(job.batches, model_spec(job.config), job.mesh), False
+    self._meter, self._measuring = Meter(job.batches, model_spec(config), job.mesh), False
     # Set by `open`, `compile` and `catch_up`, in this order, before the first step.
     self._profile: Profile | None = None
     self._pace = None  # of several processes: their stragglers
-    self._train_steps = TrainSteps(job)
+    self._train_steps = TrainSteps(job.compile_train_step, job.batches, job.mesh)
     self._progress: ProgressLine | None = None
     self._evaluator: Evaluator | None = None
     self._replicas: ReplicaCheck | None = None
@@ -315,9 +317,7 @@ class Run:
       # Frees the memory for the restored one, except of parameters that are not saved.
       frozen = self._job.program.changing(self.state.params)[1] if self._start.base else {}
       self.state = None
-      made, self.state = restore.roll_back(
-        self._job, self._start, self._bad_steps, bad.step, bad.why, frozen
-      )
+      made, self.state = self._start.roll_back(self._bad_steps, bad.step, bad.why, frozen)
       self._progress.note(self._bad_steps.text())
     self.done = made.step
     self._saver.roll_back(self.done)
@@ -417,3 +417,191 @@ class Run:
       f"{duration(self._meter.seconds)} without evaluation; "
       f"{100 * self._meter.wait_share:.2f} % of it waiting for data\n{self._goodput.text()}"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Due:
+  """The schedules of a config.
+
+  Attributes:
+    config: finalized.
+  """
+
+  config: ConfigDict
+
+  def is_last(self, step: int) -> bool:
+    """Returns whether a step is the run's last."""
+    return step == self.config.training.steps
+
+  def metrics(self, step: int) -> bool:
+    """Returns whether the metrics of a step are logged: also the first's and the last's."""
+    return step == 1 or _every(self.config.metrics.every_steps, step) or self.is_last(step)
+
+  def evaluation(self, step: int) -> bool:
+    """Returns whether the state after a step is evaluated."""
+    return self.is_last(step) or _every(self.config.evaluation.every_steps, step)
+
+  def evaluation_batches(self, step: int) -> dict[str, int]:
+    """Returns how many batches an evaluation takes, and one by which checkpoints are ranked."""
+    keys = self.config.evaluation
+    return {
+      "steps": keys.final_steps if self.is_last(step) else keys.steps,
+      "ranking_steps": keys.steps if keys.every_steps else 0,
+    }
+
+  def save(self, step: int) -> bool:
+    """Returns whether the state after a step is saved."""
+    keys = self.config.checkpoint
+    if self.is_last(step) or _every(keys.every_steps, step):
+      return True
+    return self.evaluation(step) and bool(keys.keep_best)
+
+
+def _every(steps: int, step: int) -> bool:
+  return steps > 0 and step % steps == 0
+
+
+class TrainSteps:
+  """The compiled train steps of a run: one for each shape of batches that its ramps have.
+
+  Attributes:
+    last: the step of the run's last shape, once `compile` was called.
+  """
+
+  def __init__(self, compile_step: Callable[..., Compiled], batches: BatchSpec, mesh: Mesh):
+    """Takes `Job.compile_train_step`, and compiles nothing yet."""
+    self._compile_step, self._batches, self._mesh = compile_step, batches, mesh
+    self._compiled: dict[Shape, Callable] = {}
+    self.last: Callable | None = None
+
+  def compile(self, done: int) -> str:
+    """Compiles for the steps after the first `done`; returns the table of the last's collectives.
+
+    All before the first of them, so that a shape which needs too much memory fails at once.
+    """
+    ramp = self._batches.ramp
+    stages = ramp.stages(self._batches.steps, done)
+    *early, last = dict.fromkeys(shape for *_, shape in stages) or [ramp.last]
+    for shape in early:
+      self._compile(shape)
+    self.last = self._compile(last, alone=not early)
+    rows = collectives.summarize(collectives.collectives(self.last.as_text(), self._mesh))
+    say_wrapped(collectives.short_summary(rows))
+    return collectives.format_summary(rows)
+
+  def has(self, done: int) -> bool:
+    """Returns whether the step after the first `done` is compiled."""
+    return self._batches.ramp.shape(done) in self._compiled
+
+  def after(self, done: int) -> Callable:
+    """Returns the step after the first `done`, which is compiled now where it was not."""
+    shape = self._batches.ramp.shape(done)
+    return self._compiled.get(shape) or self._compile(shape)
+
+  def _compile(self, shape: Shape, *, alone: bool = False) -> Callable:
+    with Waiting("compiling the train step").show():
+      step = self._compile_step(*([] if shape == self._batches.ramp.last else [shape]))
+    of = "" if alone else f" for {self._batches.text(shape)}"
+    say(f"compiled the train step{of} in {step.seconds:.1f} s")
+    self._compiled[shape] = step.function
+    return step.function
+
+
+class Saver:
+  """Saves the states of a run, and knows which step was saved last.
+
+  Attributes:
+    step: of the newest save.
+    retry: a save has failed and is tried again after the next step.
+  """
+
+  def __init__(
+    self,
+    start: Start,
+    stored: Mapping[str, Any],
+    watch: Watchdog,
+    committed: Callable[[int], None] = lambda step: None,
+  ):
+    """Takes where the run starts.
+
+    Args:
+      start: where the run starts.
+      stored: the config, which is stored with each step.
+      watch: of this process.
+      committed: is called with each step that is saved, once its save is complete.
+    """
+    self.step, self.retry = start.step, False
+    self._committed, self._writing = committed, 0  # the step whose save is not known to be complete
+    self._start, self._checkpointer = start, start.checkpointer
+    self._stored, self._watch = stored, watch
+
+  def check(self) -> None:
+    """Raises SaveError if a save that was started before has failed."""
+    with self._noticed():
+      self._checkpointer.check()
+
+  def save(
+    self,
+    step: int,
+    state: State,
+    record: Mapping[str, Any],
+    *,
+    before: Callable[[], None],
+    **ranked_by: Any,
+  ) -> None:
+    """Starts to save a step.
+
+    Args:
+      step: its number.
+      state: after it.
+      record: JSON that is stored with it.
+      before: checks the state first, and raises where it must not be saved.
+      **ranked_by: `metrics` and `metrics_over`, as `Checkpointer.save` takes them.
+
+    Raises:
+      SaveError: this save or the one before it has failed.
+    """
+    self._phase(f"saving step {step}")
+    before()
+    part = self._start.saved_part(state)
+    with self._noticed():
+      self._checkpointer.wait()
+    self._checkpointer.save(step, part, config=self._stored, record=record, **ranked_by)
+    self.step = self._writing = step
+
+  def wait(self) -> None:
+    """Waits until the last save is complete; raises SaveError if it has failed."""
+    self._phase("waiting for the last save")
+    with self._noticed():
+      self._checkpointer.wait()
+
+  @contextlib.contextmanager
+  def _noticed(self) -> Iterator[None]:
+    """Calls `committed` if the save that was running is complete after the block."""
+    try:
+      yield
+    except SaveError:
+      self._writing = 0
+      raise
+    if self._writing and not self._checkpointer.saving:
+      step, self._writing = self._writing, 0
+      self._committed(step)
+
+  def roll_back(self, step: int) -> None:
+    """Continues from an older step, which is saved; a failure after it no longer matters."""
+    self.step, self.retry = step, False
+
+  @contextlib.contextmanager
+  def tolerating_failure(self, instead: str, note: Callable[[str], None]) -> Iterator[None]:
+    """Reports a save that has failed, and continues; `instead` says with what."""
+    try:
+      yield
+    except SaveError as error:
+      if not error.agreed:  # the others wait in the middle of it; a restart resumes from the last
+        raise
+      self.retry = True
+      note(f"WARNING: {error}; training continues, and {instead}")
+
+  def _phase(self, label: str) -> None:
+    """Enters a phase that may take long as long as the save makes progress."""
+    self._watch.at(label, SAVING, progress=self._checkpointer.progress)

@@ -50,7 +50,8 @@ class Optimizer:
     width_rule: muP's rule for its learning rates: a name in `groups.RULES`, or `orthogonal`.
     without_width_rule: why it has none, for a message.
     of_matrices: whether it treats hidden matrices alone, and AdamW the other parameters.
-    whole_matrices: arguments -> how it computes on whole matrices, for Muon and SOAP.
+    whole_matrices: the class of how it computes on whole matrices, whose fields are arguments of
+      it; for Muon and SOAP.
     fits_every_step: whether the tests show that the step can use it; others are tried.
     refused: why the step cannot use it; "": it can.
   """
@@ -104,7 +105,7 @@ OPTIMIZERS: Table = Table(
       lm_rate=3.2e-2,
       width_rule="orthogonal",
       of_matrices=True,
-      whole_matrices="training.optimizers.muon:orthogonalization",
+      whole_matrices="training.optimizers.muon:Orthogonalization",
     ),
     "soap": Optimizer(
       "training.optimizers.soap:soap",
@@ -114,7 +115,7 @@ OPTIMIZERS: Table = Table(
       without_width_rule="its first updates act on activations as Muon's, and none is known to "
       "hold throughout",
       of_matrices=True,
-      whole_matrices="training.optimizers.soap:preconditioning",
+      whole_matrices="training.optimizers.soap:Preconditioning",
     ),
     "schedule_free_adamw": Optimizer(
       "training.optimizers.first_order:schedule_free_adamw",

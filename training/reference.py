@@ -18,44 +18,35 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from input_pipeline.batches import EvaluationBatches
 from input_pipeline.source import Source
-from models import preference
+from models import losses
 from partitioning.rules import named_leaves
 from processes.coordination import Lockstep, current
 from processes.watchdog import STARTING, Watchdog
 from runtime import files
-from training import base_parameters, restore
+from training import restore
+from training.base_parameters import ParameterReader
 from training.checkpointing import restore as checkpoints
 from training.metrics.console import say
 from training.setup import Job
 from training.splits import Data
-from training.tasks import DPO
 
 FOLDER = "reference"
 _PARAMETERS = "parameters.json"
 _SHOWN = 16  # characters of a digest in a file's name
-_FIELDS = [f"reference_{side}" for side in preference.SIDES]
+_FIELDS = [f"reference_{side}" for side in losses.SIDES]
 
 Write = Callable[[epath.Path, bytes], None]
 
 
-def needed(job: Job) -> bool:
-  """Returns whether a job's batches have a reference that is stored."""
-  return job.config.task == DPO and not job.config.lora.rank
-
-
-def attached(
-  job: Job, data: Data, start: restore.Start, workdir: epath.Path, watch: Watchdog
-) -> Data:
+def attached(data: Data, start: restore.Start, watch: Watchdog) -> Data:
   """Returns a run's batches with the reference, which is computed where it is not stored.
 
   Raises:
     ValueError: the parameters that the run has started from are no longer found.
   """
-  if not needed(job):
-    return data
   write = _writing(start.owner.require)
   first = start.state.params if start.step == 0 else None
-  reference = _Reference(job, workdir / FOLDER, watch, first, write)
+  reference = _Reference(start.job, start.workdir / FOLDER, watch, first, write)
   for batches in (data.train, data.evaluation):
     batches.source = reference.of(batches.source)
   return data
@@ -69,7 +60,7 @@ def attached_to_evaluation(
   Raises:
     ValueError: it is not stored there, and the parameters of its start are not found.
   """
-  if needed(job):
+  if job.needs_reference:
     folder = run_folder(location) / FOLDER
     batches.source = _Reference(job, folder, watch, None, None).of(batches.source)
   return batches
@@ -137,7 +128,7 @@ class _Reference:
     path, found = self._folder / _PARAMETERS, ""
     if path.exists():
       found = str(files.read_json(path).get("digest", ""))
-    return json.loads(base_parameters.together(self._job).from_first(json.dumps(found)))
+    return json.loads(ParameterReader(self._job).consensus.from_first(json.dumps(found)))
 
   def _stored(self, source: Source) -> np.ndarray | None:
     """Returns float32 [rows, 2] of a split; None where all processes are to compute it."""
@@ -158,7 +149,7 @@ class _Reference:
     """
     if self._params is None:
       self._params = restore.first_state(self._job)[0].params
-    digest = base_parameters.digest(self._job, named_leaves(self._params))
+    digest = ParameterReader(self._job).digest(named_leaves(self._params))
     if self._digest and self._digest != digest:
       raise ValueError(
         f"checkpoint.initialize_from={self._job.config.checkpoint.initialize_from!r} has other "
@@ -180,7 +171,7 @@ class _Reference:
     batches = EvaluationBatches(source, global_batch_size=job.config.data.global_batch_size)
     say(f"{source.name}: the reference's log-probabilities of {len(source):,} pairs")
     step = job.compile(
-      lambda params, batch: preference.log_probabilities(job.program.module(params), batch)[0],
+      lambda params, batch: losses.log_probabilities(job.program.module(params), batch)[0],
       *(job.state.params, job.batch),
       in_shardings=(job.state_shardings.params, job.batch_shardings),
       out_shardings=NamedSharding(job.mesh, PartitionSpec()),

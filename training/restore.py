@@ -1,9 +1,8 @@
 """The start of a run: from scratch, from a checkpoint, or with parameters of another run."""
 
 import dataclasses
-import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,26 +12,29 @@ from ml_collections import ConfigDict
 from input_pipeline.source import Source
 from interop import hf_folder
 from partitioning.rules import named_leaves
+from processes.coordination import current
 from processes.workdir_lease import Ownership
-from runtime import free_space
+from runtime import files, forms
+from runtime.forms import ANY, COUNT, NUMBER, TEXT, Each, Exactly, Kind, OrNull, is_number, is_whole
 from runtime.provenance import code_files, versions
 from training import (
   averages,
   base_parameters,
-  record_schema,
   run_tokenizer,
   schedules,
   splits,
   workdir_files,
 )
 from training import bad_steps as rollback
-from training.base_parameters import Base
+from training.base_parameters import Base, ParameterReader
 from training.checkpointing import integrity, resume_policy
 from training.checkpointing import restore as checkpoint_restore
 from training.checkpointing.checkpointer import Checkpointer
 from training.checkpointing.integrity import Verified
 from training.checkpointing.restore import FOLDER, PARAMETERS, VARIABLES
+from training.metrics import log_lines
 from training.metrics.console import Waiting
+from training.metrics.writer import evaluated
 from training.setup import Job
 from training.state import State, merged, split
 
@@ -42,6 +44,7 @@ class Start:
   """A run about to begin.
 
   Attributes:
+    checkpoints: of the run.
     state: placed as the job's.
     step: the steps that are done.
     record: what the run's checkpoints say of it besides the config.
@@ -50,9 +53,9 @@ class Start:
     known: the record of the checkpoint that it resumes from; {} at the first step.
     owner: of the workdir.
     base: the frozen parameters that it does not save; None if it saves all.
-    saved: returns the part of a state that it saves.
   """
 
+  checkpoints: "RunCheckpoints"
   state: State
   step: int
   record: dict[str, Any]
@@ -61,7 +64,68 @@ class Start:
   known: dict[str, Any]
   owner: Ownership = dataclasses.field(default_factory=Ownership)
   base: Base | None = None
-  saved: Callable[[State], dict[str, Any]] = vars
+
+  @property
+  def job(self) -> Job:
+    """Returns the run's job."""
+    return self.checkpoints.job
+
+  @property
+  def workdir(self) -> epath.Path:
+    """Returns the run's folder."""
+    return self.checkpoints.workdir
+
+  def is_evaluated(self) -> bool:
+    """Returns whether the evaluation of the step is in metrics.jsonl; all processes call it.
+
+    A network file system may not show the file to all of them at once.
+    """
+    seconds = self.job.config.processes.start_timeout_seconds
+    done = evaluated(self.workdir, self.step)
+    return current().all_true("evaluated", done, timeout_seconds=seconds)
+
+  def saved_part(self, state: State) -> dict[str, Any]:
+    """Returns the part of a state, or of an abstract one, that the run saves."""
+    return self.checkpoints.saved_part(state, self.base)
+
+  def roll_back(
+    self, bad_steps: rollback.BadSteps, bad_step: int, why: str, frozen: Any
+  ) -> tuple[rollback.Rollback, State]:
+    """Restores a step before a bad one; returns the rollback and the state. All processes call it.
+
+    Newer checkpoints are removed, since nothing older than the newest can be saved. No save may be
+    running.
+
+    Args:
+      bad_steps: chooses the step to restore, and records the rollback.
+      bad_step: its number, counted from 1.
+      why: what is bad.
+      frozen: nested dict of the parameters that the run does not save.
+
+    Raises:
+      ValueError: no checkpoint can be read.
+    """
+    checkpointer, abstract = self.checkpointer, self.saved_part(self.job.placed_state)
+    # All use the list of one process: another may still see a step that is being removed.
+    steps = self.checkpoints.reader.consensus.from_first(json.dumps(checkpointer.steps()))
+    # The bad step itself is saved if a stop interrupted the evaluation that finds it bad.
+    saved = [step for step in json.loads(steps) if step < bad_step]
+    step, record = bad_steps.target(bad_step, saved), {}
+    if step == 0:
+      state, *_ = first_state(self.job, self.base)
+      checkpointer.remove_after(0)
+    else:
+      try:
+        found, tree = checkpointer.restore_verified(abstract, step=step)
+      except ValueError as error:  # then the newest that can be read
+        base_parameters.warn(f"WARNING: {error}")
+        checkpointer.remove_after(bad_step - 1)
+        found, tree = checkpointer.restore_verified(abstract)
+      params = merged(tree[PARAMETERS], frozen)
+      state = State(**{**tree, PARAMETERS: params})
+      step, record = found.step, _record(found)
+      checkpointer.remove_after(step)
+    return bad_steps.roll_back(bad_step, why, step, saved, record), state
 
 
 # Keys that say what the schedule is; without them a run keeps the one that it was begun with.
@@ -102,84 +166,218 @@ def adopt_schedule(config: ConfigDict, workdir: epath.Path) -> bool:
   return False
 
 
-def check_resume(
-  job: Job, source: Source, workdir: epath.Path, accept: Sequence[str] = ()
-) -> tuple[dict[str, Any], Verified | None]:
-  """Compares a run with the checkpoints in its workdir, if there are any; changes nothing.
+@dataclasses.dataclass(frozen=True)
+class RunCheckpoints:
+  """The checkpoints in a run's workdir: what a run is compared with, begins with and goes back to.
 
-  Args:
+  Attributes:
     job: the run as requested now.
-    source: its training split.
     workdir: its folder, which need not exist.
-    accept: config keys whose change is accepted.
-
-  Returns:
-    The record of the run's checkpoints, and the newest checkpoint, which `begin` takes so that its
-    small files are read only once.
-
-  Raises:
-    ValueError: something changed that may not, or not without acceptance.
-    OSError: the workdir or a file of it cannot be written, or there is no space for a checkpoint.
   """
-  fresh = bool(job.config.checkpoint.initialize_from)
-  require_room(job, workdir, part=True)
-  workdir_files.require_plain(workdir)
-  record = _record_of(job, source)
-  folder = workdir / FOLDER
-  if not checkpoint_restore.steps(folder):
-    if accept:
-      raise ValueError(f"--accept-changes: {workdir} has no checkpoints to resume from")
-    require_room(job, workdir, part=fresh)
-    return record, None
-  with Checkpointer(folder, read_only=True, verify=job.config.checkpoint.verify) as checkpoints:
-    newest = checkpoints.verified()
-  require_room(job, workdir, part=Base.of(_record(newest)) is not None)
-  return _require_same_run(job, record, newest, workdir, accept), newest
+
+  job: Job
+  workdir: epath.Path
+
+  @property
+  def folder(self) -> epath.Path:
+    """Returns the folder of the checkpoints."""
+    return self.workdir / FOLDER
+
+  @property
+  def reader(self) -> ParameterReader:
+    """Returns what reads parameters of the run from elsewhere."""
+    return ParameterReader(self.job)
+
+  def check_resume(
+    self, source: Source, accept: Sequence[str] = ()
+  ) -> tuple[dict[str, Any], Verified | None]:
+    """Compares a run with the checkpoints in its workdir, if there are any; changes nothing.
+
+    Args:
+      source: its training split.
+      accept: config keys whose change is accepted.
+
+    Returns:
+      The record of the run's checkpoints, and the newest checkpoint, which `begin` takes so that
+      its small files are read only once.
+
+    Raises:
+      ValueError: something changed that may not, or not without acceptance.
+      OSError: the workdir or a file of it cannot be written, or there is no space for a checkpoint.
+    """
+    fresh = bool(self.job.config.checkpoint.initialize_from)
+    self.require_room(part=True)
+    workdir_files.require_plain(self.workdir)
+    record = self._record_of(source)
+    if not checkpoint_restore.steps(self.folder):
+      if accept:
+        raise ValueError(f"--accept-changes: {self.workdir} has no checkpoints to resume from")
+      self.require_room(part=fresh)
+      return record, None
+    verify = self.job.config.checkpoint.verify
+    with Checkpointer(self.folder, read_only=True, verify=verify) as checkpoints:
+      newest = checkpoints.verified()
+    self.require_room(part=Base.of(_record(newest)) is not None)
+    return self._require_same_run(record, newest, accept), newest
+
+  def _record_of(self, source: Source) -> dict[str, Any]:
+    """Returns what the checkpoints of a run say of its code, libraries and data."""
+    record: dict[str, Any] = {"versions": versions(), "code_files": code_files()}
+    record["data"] = {"name": source.name, "rows": source.fingerprint}
+    if source.tokenizer_digest:
+      record["data"]["tokenizer"] = source.tokenizer_digest
+    if source.chat_template_digest:
+      record["data"]["chat_template"] = source.chat_template_digest
+    if report := splits.report(source, self.job.batches):
+      record["data_report"] = report
+    return record
+
+  def _require_same_run(
+    self, record: dict[str, Any], newest: Verified, accept: Sequence[str]
+  ) -> dict[str, Any]:
+    """Returns the record with the accepted changes; raises ValueError for what may not change."""
+    old_record, data = _record(newest), self.job.config.data
+    rollback.require_same_past(data, old_record, newest.step)
+    _require_same_stages(newest.config["data"], data, newest.step)
+    rollback.require_same_ramps(newest.config["data"], data, old_record, newest.step)
+    return resume_policy.changes(
+      newest.config,
+      resume_policy.plain(self.job.config),
+      old_record=old_record,
+      new_record=record,
+      accept=accept,
+      done=newest.step,
+      workdir=self.workdir,
+    )
+
+  def begin(
+    self, record: dict[str, Any], owner: Ownership | None = None, newest: Verified | None = None
+  ) -> Start:
+    """Opens the checkpoints and places the state on the devices; changes nothing in the workdir.
+
+    The checkpointer's `start_writing` removes what a killed save has left.
+
+    Args:
+      record: of its checkpoints, as `check_resume` returns it.
+      owner: of the workdir.
+      newest: the checkpoint that `check_resume` has compared.
+
+    Raises:
+      ValueError: the checkpoint's arrays are not the model's, or none can be read.
+      OSError: the workdir cannot be read.
+    """
+    keys, owner = self.job.config.checkpoint, owner or Ownership()
+    checkpointer = Checkpointer(
+      self.folder,
+      keep=keys.keep,
+      keep_every_steps=keys.keep_every_steps,
+      keep_best=keys.keep_best,
+      warn=base_parameters.warn,
+      verify=keys.verify,
+      together=self.reader.consensus,
+      owner=owner,
+      writes_later=True,
+      tokenizer=run_tokenizer.contents(self.job.config),
+    )
+    if checkpointer.steps():
+      found, state, base = self._restored(checkpointer, newest or checkpointer.verified())
+      step, known = found.step, _record(found)
+      origin = f"resumes from the checkpoint of step {step}"
+      old, new = found.config, self.job.config
+      totals = old["training"]["steps"], new.training.steps
+      if changed := schedules.change_text(old["optimizer"], new.optimizer, *totals, step):
+        origin += f"\n{changed}"
+    else:
+      step, (state, origin, base), known = 0, first_state(self.job), {}
+    self.job.check_placed(state)
+    if base is not None:
+      record = {**record, **base.record()}
+      origin += f"; saves what it trains, the frozen parameters are those of {base.location}"
+    return Start(self, state, step, record, checkpointer, origin, known, owner, base)
+
+  def _restored(
+    self, checkpointer: Checkpointer, known: Verified, step: int | None = None
+  ) -> tuple[Verified, State, Base | None]:
+    """Returns a checkpoint, its state, placed as the job's, and the base of what it has not saved.
+
+    Args:
+      checkpointer: of its folder.
+      known: a checkpoint that has been compared.
+      step: which; None: the newest that can be read.
+    """
+    base = Base.of(_record(known))
+    with Waiting("restoring the checkpoint").show():
+      saved = self.saved_part(self.job.placed_state, base)
+      found, tree = checkpointer.restore_verified(saved, step=step, known=known)
+    params, base = self.reader.completed(tree[PARAMETERS], base, str(self.workdir))
+    return found, State(**{**tree, PARAMETERS: params}), base
+
+  def before_step(
+    self, source: Source, step: int, accept: Sequence[str] = ()
+  ) -> tuple[State, int, dict[str, Any], str]:
+    """Returns the state of the newest checkpoint before a step, or the initial one; only reads.
+
+    Args:
+      source: its training split.
+      step: counted from 1.
+      accept: config keys whose change is accepted.
+
+    Returns:
+      The state, the steps that are done, the checkpoint's record, and where the state is from.
+
+    Raises:
+      ValueError: the run has no such step, or its checkpoints are of another run.
+    """
+    last = self.job.config.training.steps
+    if not 1 <= step <= last:
+      raise ValueError(f"--step={step}: the steps of the run are 1 to training.steps={last}")
+    together = self.reader.consensus
+    # All use the list of one process: a live owner of the workdir may be removing a step.
+    there = json.loads(together.from_first(json.dumps(checkpoint_restore.steps(self.folder))))
+    if not there:
+      if accept:
+        raise ValueError(f"--accept-changes: {self.workdir} has no checkpoints to compare with")
+      state, origin, _ = first_state(self.job)
+      return state, 0, {}, origin
+    verify = self.job.config.checkpoint.verify
+    with Checkpointer(
+      self.folder, read_only=True, verify=verify, warn=base_parameters.warn, together=together
+    ) as checkpoints:
+      earlier = [saved for saved in there if saved < step]
+      known = checkpoints.verified(earlier[-1] if earlier else there[0])
+      self._require_same_run(self._record_of(source), known, accept)
+      if not earlier:
+        state, origin, _ = first_state(self.job, Base.of(_record(known)))
+        return state, 0, {}, origin
+      found, state, _ = self._restored(checkpoints, known, known.step)
+    self.job.check_placed(state)
+    return state, found.step, _record(found), f"restored {found.path}"
+
+  def saved_part(self, state: State, base: Base | None) -> dict[str, Any]:
+    """Returns the part of a state, or of an abstract one, that a run with this base saves."""
+    return vars(state) if base is None else self.reader.trained_part(state)
+
+  def require_room(self, *, part: bool = False) -> None:
+    """Checks, without creating anything, that a workdir is writable and has space for a checkpoint.
+
+    Args:
+      part: the checkpoint has only the parameters that are trained.
+
+    Raises:
+      OSError: it is not, or has not; with the free and the needed space, and the fix.
+    """
+    state = self.reader.trained_part(self.job.state) if part else vars(self.job.state)
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    files.require_space(self.folder, needed, "a checkpoint", "give another --workdir")
 
 
-def _record_of(job: Job, source: Source) -> dict[str, Any]:
-  """Returns what the checkpoints of a run say of its code, libraries and data."""
-  record: dict[str, Any] = {"versions": versions(), "code_files": code_files()}
-  record["data"] = {"name": source.name, "rows": source.fingerprint}
-  if source.tokenizer_digest:
-    record["data"]["tokenizer"] = source.tokenizer_digest
-  if source.chat_template_digest:
-    record["data"]["chat_template"] = source.chat_template_digest
-  if report := splits.report(source, job.config):
-    record["data_report"] = report
-  return record
-
-
-def _require_same_run(
-  job: Job,
-  record: dict[str, Any],
-  newest: Verified,
-  workdir: epath.Path,
-  accept: Sequence[str],
-) -> dict[str, Any]:
-  """Returns the record with the accepted changes; raises ValueError for what may not change."""
-  old_record = _record(newest)
-  rollback.require_same_past(job.config, old_record, newest.step)
-  _require_same_stages(newest.config, job.config, newest.step)
-  rollback.require_same_ramps(newest.config, job.config, old_record, newest.step)
-  return resume_policy.changes(
-    newest.config,
-    resume_policy.plain(job.config),
-    old_record=old_record,
-    new_record=record,
-    accept=accept,
-    done=newest.step,
-    workdir=workdir,
-  )
-
-
-def _require_same_stages(old: Mapping[str, Any], config: ConfigDict, done: int) -> None:
+def _require_same_stages(old: Mapping[str, Any], data: ConfigDict, done: int) -> None:
   """Raises ValueError where data.stages differ in a stage that the run has entered."""
 
   def entered(stages: Any) -> list[Any]:
     return json.loads(json.dumps([stage for stage in stages if stage[0] <= done]))
 
-  before, now = entered(old["data"].get("stages", ())), entered(config.data.stages)
+  before, now = entered(old.get("stages", ())), entered(data.stages)
   if before != now:
     raise ValueError(
       f"data.stages: up to step {done}, which is done, they were {before or 'none'} and are now "
@@ -188,196 +386,10 @@ def _require_same_stages(old: Mapping[str, Any], config: ConfigDict, done: int) 
     )
 
 
-def begin(
-  job: Job,
-  workdir: epath.Path,
-  record: dict[str, Any],
-  owner: Ownership | None = None,
-  newest: Verified | None = None,
-) -> Start:
-  """Opens the checkpoints and places the state on the devices; changes nothing in the workdir.
-
-  The checkpointer's `start_writing` removes what a killed save has left.
-
-  Args:
-    job: the run.
-    workdir: its folder.
-    record: of its checkpoints, as `check_resume` returns it.
-    owner: of the workdir.
-    newest: the checkpoint that `check_resume` has compared.
-
-  Raises:
-    ValueError: the checkpoint's arrays are not the model's, or none can be read.
-    OSError: the workdir cannot be read.
-  """
-  keys, folder, owner = (
-    job.config.checkpoint,
-    workdir / FOLDER,
-    owner or Ownership(),
-  )
-  checkpointer = Checkpointer(
-    folder,
-    keep=keys.keep,
-    keep_every_steps=keys.keep_every_steps,
-    keep_best=keys.keep_best,
-    warn=base_parameters.warn,
-    verify=keys.verify,
-    together=base_parameters.together(job),
-    owner=owner,
-    writes_later=True,
-    tokenizer=run_tokenizer.contents(job.config),
-  )
-  if checkpointer.steps():
-    found, state, base = _restored(job, checkpointer, newest or checkpointer.verified(), workdir)
-    step, known = found.step, _record(found)
-    origin = f"resumes from the checkpoint of step {step}"
-    old, new = found.config, job.config
-    totals = old["training"]["steps"], new.training.steps
-    if changed := schedules.change_text(old["optimizer"], new.optimizer, *totals, step):
-      origin += f"\n{changed}"
-  else:
-    step, (state, origin, base), known = 0, first_state(job), {}
-  job.check_placed(state)
-  if base is not None:
-    record = {**record, **base.record()}
-    origin += f"; saves what it trains, the frozen parameters are those of {base.location}"
-  return Start(state, step, record, checkpointer, origin, known, owner, base, _saved(job, base))
-
-
-def _restored(
-  job: Job,
-  checkpointer: Checkpointer,
-  known: Verified,
-  workdir: epath.Path,
-  step: int | None = None,
-) -> tuple[Verified, State, Base | None]:
-  """Returns a checkpoint, its state, placed as the job's, and the base of what it has not saved.
-
-  Args:
-    job: the run.
-    checkpointer: of its folder.
-    known: a checkpoint that has been compared.
-    workdir: its folder.
-    step: which; None: the newest that can be read.
-  """
-  base = Base.of(_record(known))
-  with Waiting("restoring the checkpoint").show():
-    saved = _saved(job, base)(job.placed_state)
-    found, tree = checkpointer.restore_verified(saved, step=step, known=known)
-  params, base = base_parameters.completed(job, tree[PARAMETERS], base, str(workdir))
-  return found, State(**{**tree, PARAMETERS: params}), base
-
-
-def before_step(
-  job: Job, source: Source, workdir: epath.Path, step: int, accept: Sequence[str] = ()
-) -> tuple[State, int, dict[str, Any], str]:
-  """Returns the state of the newest checkpoint before a step, or the initial one; only reads.
-
-  Args:
-    job: the run.
-    source: its training split.
-    workdir: its folder, which may have a live owner.
-    step: counted from 1.
-    accept: config keys whose change is accepted.
-
-  Returns:
-    The state, the steps that are done, the checkpoint's record, and where the state is from.
-
-  Raises:
-    ValueError: the run has no such step, or its checkpoints are of another run.
-  """
-  last, folder = job.config.training.steps, workdir / FOLDER
-  if not 1 <= step <= last:
-    raise ValueError(f"--step={step}: the steps of the run are 1 to training.steps={last}")
-  together = base_parameters.together(job)
-  # All use the list of one process: a live owner of the workdir may be removing a step.
-  there = json.loads(together.from_first(json.dumps(checkpoint_restore.steps(folder))))
-  if not there:
-    if accept:
-      raise ValueError(f"--accept-changes: {workdir} has no checkpoints to compare with")
-    state, origin, _ = first_state(job)
-    return state, 0, {}, origin
-  verify = job.config.checkpoint.verify
-  with Checkpointer(
-    folder, read_only=True, verify=verify, warn=base_parameters.warn, together=together
-  ) as checkpoints:
-    earlier = [saved for saved in there if saved < step]
-    known = checkpoints.verified(earlier[-1] if earlier else there[0])
-    _require_same_run(job, _record_of(job, source), known, workdir, accept)
-    if not earlier:
-      state, origin, _ = first_state(job, Base.of(_record(known)))
-      return state, 0, {}, origin
-    found, state, _ = _restored(job, checkpoints, known, workdir, known.step)
-  job.check_placed(state)
-  return state, found.step, _record(found), f"restored {found.path}"
-
-
-def _saved(job: Job, base: Base | None) -> Callable[[State], dict[str, Any]]:
-  """Returns what gives the part of a state that a run with this base saves."""
-  return vars if base is None else functools.partial(base_parameters.trained_part, job)
-
-
-def roll_back(
-  job: Job, start: Start, bad_steps: rollback.BadSteps, bad_step: int, why: str, frozen: Any
-) -> tuple[rollback.Rollback, State]:
-  """Restores a step before a bad one; returns the rollback and the state. All processes call it.
-
-  Newer checkpoints are removed, since nothing older than the newest can be saved.
-
-  Args:
-    job: the run's.
-    start: of the run; its checkpointer has no save running.
-    bad_steps: chooses the step to restore, and records the rollback.
-    bad_step: its number, counted from 1.
-    why: what is bad.
-    frozen: nested dict of the parameters that the run does not save.
-
-  Raises:
-    ValueError: no checkpoint can be read.
-  """
-  checkpointer, abstract = start.checkpointer, start.saved(job.placed_state)
-  # All use the list of one process: another may still see a step that is being removed.
-  steps = base_parameters.together(job).from_first(json.dumps(checkpointer.steps()))
-  # The bad step itself is saved if a stop interrupted the evaluation that finds it bad.
-  saved = [step for step in json.loads(steps) if step < bad_step]
-  step, record = bad_steps.target(bad_step, saved), {}
-  if step == 0:
-    state, *_ = first_state(job, start.base)
-    checkpointer.remove_after(0)
-  else:
-    try:
-      found, tree = checkpointer.restore_verified(abstract, step=step)
-    except ValueError as error:  # then the newest that can be read
-      base_parameters.warn(f"WARNING: {error}")
-      checkpointer.remove_after(bad_step - 1)
-      found, tree = checkpointer.restore_verified(abstract)
-    params = merged(tree[PARAMETERS], frozen)
-    state = State(**{**tree, PARAMETERS: params})
-    step, record = found.step, _record(found)
-    checkpointer.remove_after(step)
-  return bad_steps.roll_back(bad_step, why, step, saved, record), state
-
-
 def _record(checkpoint: Verified) -> dict[str, Any]:
   """Returns the record of a checkpoint, whose form is checked."""
-  record_schema.require(checkpoint.record, checkpoint.path)
+  require_record(checkpoint.record, checkpoint.path)
   return dict(checkpoint.record)
-
-
-def require_room(job: Job, workdir: epath.Path, *, part: bool = False) -> None:
-  """Checks, without creating anything, that a workdir is writable and has space for a checkpoint.
-
-  Args:
-    job: the run.
-    workdir: its folder.
-    part: the checkpoint has only the parameters that are trained.
-
-  Raises:
-    OSError: it is not, or has not; with the free and the needed space, and the fix.
-  """
-  state = base_parameters.trained_part(job, job.state) if part else vars(job.state)
-  needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-  free_space.require(workdir / FOLDER, needed, "a checkpoint", "give another --workdir")
 
 
 def first_state(job: Job, base: Base | None = None) -> tuple[State, str, Base | None]:
@@ -407,13 +419,13 @@ def initialized(job: Job, where: str) -> tuple[State, str, Base | None]:
   """
   state, folder, step = _with_parameters_of(job, where)
   origin = f"starts with the parameters of {where}{'' if step is None else f', step {step}'}"
-  return state, origin, base_parameters.found_at_start(job, folder, step, state)
+  return state, origin, ParameterReader(job).found_at_start(folder, step, state)
 
 
 def _with_parameters_of(job: Job, where: str) -> tuple[State, epath.PathLike, int | None]:
   """Returns the initial state with these parameters, their folder and step; see `initialized`."""
-  wanted, adapters = named_leaves(job.placed_state.params), base_parameters.adapters(job)
-  folder, step, arrays = base_parameters.read(job, where, wanted, optional=adapters)
+  wanted, reader = named_leaves(job.placed_state.params), ParameterReader(job)
+  folder, step, arrays = reader.read(where, wanted, optional=reader.adapters)
   return job.initial_state(checkpoint_restore.nested(arrays)), folder, step
 
 
@@ -431,19 +443,19 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
   Raises:
     ValueError: no such checkpoint, or one of another model; or its base is missing or another.
   """
+  reader = ParameterReader(job)
   if hf_folder.is_model(location):
     if decay := job.config.evaluation.ema_decay:
       raise ValueError(f"evaluation.ema_decay={decay:g}: {location} is a model without averages")
     wanted = named_leaves(job.placed_state.params)
-    optional = base_parameters.adapters(job)
-    _, _, arrays = base_parameters.read(job, location, wanted, optional=optional)
+    _, _, arrays = reader.read(location, wanted, optional=reader.adapters)
     if arrays.keys() == wanted.keys() and not job.state.variables:
       # Without the optimizer's state, which is twice as large.
       return 0, checkpoint_restore.nested(arrays), {}
     state, _, _ = _with_parameters_of(job, location)
     return 0, state.params, state.variables
   folder, step = checkpoint_restore.parse_location(location)
-  verify, together = job.config.checkpoint.verify, base_parameters.together(job)
+  verify, together = job.config.checkpoint.verify, reader.consensus
   newest = checkpoint_restore.restore_first(
     folder, step, lambda step: integrity.check(folder / str(step), verify), together
   )
@@ -451,7 +463,7 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
   base = Base.of(_record(newest.tree)) if partial else None
   abstract = vars(job.placed_state)
   tree = {name: abstract[name] for name in (PARAMETERS, VARIABLES)}
-  base_parameters.require_same_adapters(job, newest.tree)
+  reader.require_same_adapters(newest.tree)
   if base is not None:
     there = checkpoint_restore.stored_arrays(newest.tree.path)
     tree[PARAMETERS], _ = split(
@@ -467,7 +479,7 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
       warn=base_parameters.warn,
       together=together,
     )
-  params, _ = base_parameters.completed(job, tree[PARAMETERS], base, str(folder))
+  params, _ = reader.completed(tree[PARAMETERS], base, str(folder))
   if decay := job.config.evaluation.ema_decay:
     average = _average(job, folder / str(step), decay)
     params = merged(average, job.program.split(params)[1])
@@ -497,7 +509,74 @@ def _average(job: Job, path: epath.Path, decay: float) -> dict[str, Any]:
     tree,
     branches=(branch,),
     verify=job.config.checkpoint.verify,
-    together=base_parameters.together(job),
+    together=ParameterReader(job).consensus,
     compared=True,
   )
   return found[branch][averages.FIELD][key]
+
+
+# ------------------------------ the form of a record ------------------------------
+# Digests show that a record is what was written, not that it is well-formed: another version or a
+# person may have written both. A malformed key is refused here by its name, before it causes an
+# error far from here.
+
+_NOT_FINITE = ("nan", "inf", "-inf")  # as they are written
+_METRIC = Kind("a number", lambda value: is_number(value) or value in _NOT_FINITE)
+
+
+def _is_position(value: Any) -> bool:
+  keys = {"step", "row", "batch"}
+  if not isinstance(value, list) or not value:
+    return False
+  if not all(isinstance(one, dict) and set(one) == keys for one in value):
+    return False
+  if not all(map(is_whole, (number for one in value for number in one.values()))):
+    return False
+  steps = [one["step"] for one in value]
+  return steps[0] == 0 and steps == sorted({*steps}) and all(one["batch"] > 0 for one in value)
+
+
+def _is_range(value: Any) -> bool:
+  if not isinstance(value, list) or len(value) != 2:
+    return False
+  return all(map(is_whole, value)) and value[0] < value[1]
+
+
+_POSITION = Kind("a list of step, row and batch, ascending from step 0,", _is_position)
+_SKIPPED = {"skipped_rows": [Kind("a range of rows", _is_range)]}
+
+# Keys that are missing or unknown belong to another version.
+RECORD_FORM = {
+  "versions": Each(TEXT),
+  "code_files": Each(TEXT),
+  "data": {"name": TEXT, "rows": TEXT},
+  "data_report": Each(NUMBER),
+  "accepted_changes": [Exactly({"step": COUNT, "key": TEXT, "old": ANY, "new": ANY})],
+  "metrics": Each(_METRIC),
+  "metrics_over": {"data": TEXT, "examples": COUNT},
+  base_parameters.RECORD: Exactly(
+    {"folder": TEXT, "step": OrNull(COUNT), "dtype": TEXT, "digest": TEXT}
+  ),
+  rollback.POSITION: _POSITION,
+  rollback.RECORD: {
+    **_SKIPPED,
+    "rollbacks": [Exactly({"bad_step": COUNT, "why": TEXT, "step": COUNT, **_SKIPPED})],
+    "losses": [NUMBER],
+  },
+  log_lines.SCHEDULES: [(COUNT, COUNT, COUNT)],
+}
+
+
+def require_record(record: Mapping[str, Any], path: epath.Path) -> None:
+  """Raises ValueError if a record is malformed, with the keys and the expected and actual values.
+
+  Args:
+    record: of a checkpoint.
+    path: of the checkpoint.
+  """
+  if wrong := list(forms.wrong(record, RECORD_FORM)):
+    raise ValueError(
+      f"{path}: its record is malformed, though its digests match: "
+      f"{'; '.join(forms.first(wrong, 8))}; move this step away to start from the one before, or "
+      f"give another --workdir"
+    )

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from input_pipeline.ramp import Shape
-from models.decoder_flops import active_elements
+from models.transformer import active_elements
 from partitioning import shardings
 from partitioning.constraints import ActivationLayout, activation_layout
 from partitioning.dims import Legend, Table
@@ -29,6 +29,7 @@ from training.gradients import gathered_once, reduced_once_over, schedule_of
 from training.specs import BatchSpec, Resolved, resolve
 from training.state import State, merged, split
 from training.step import Program, make_program
+from training.tasks import DPO
 
 with epy.lazy_imports():
   from training.optimizers import host_state
@@ -71,6 +72,11 @@ class Job:
     """Returns the compiler options of its devices that the config leaves in place."""
     found = compiler_options.of_device(self.mesh.devices.flat[0])
     return compiler_options.resolved(self.config.compiler_options, found)[0]
+
+  @property
+  def needs_reference(self) -> bool:
+    """Returns whether its batches have a reference that is stored; see `training.reference`."""
+    return self.config.task == DPO and not self.config.lora.rank
 
   @property
   def state_shardings(self) -> State:

@@ -1,4 +1,4 @@
-"""The batches of a job: opens both splits, and prepares them on first use."""
+"""The batches of a job: opens both splits, and prepares them and their tokenizer on first use."""
 
 import dataclasses
 import time
@@ -8,6 +8,7 @@ from typing import Any
 from etils import epy
 from ml_collections import ConfigDict
 
+from input_pipeline import catalog
 from input_pipeline.bad_records import Sharing
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
 from input_pipeline.order import MixtureOrder, check_epochs
@@ -16,13 +17,12 @@ from input_pipeline.ramp import Ramp
 from input_pipeline.row_source import check_ids, open_source
 from input_pipeline.source import Source
 from input_pipeline.text import files
-from processes import preflight
-from processes.coordination import Group, NotTogetherError, current
-from training.metrics.console import preparing
+from processes.coordination import Group, current
+from training.metrics.console import preparing, say_wrapped
 from training.tasks import TASKS
 
 with epy.lazy_imports():  # `prepare` has no job
-  from training import setup
+  from training import setup, specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,20 +81,46 @@ def evaluation_batches(config: ConfigDict, shared: Sharing | None = None) -> Eva
 def _open(config: ConfigDict, split: str, shared: Sharing | None) -> Source:
   """Opens a split, and checks that its tokens are in the model's vocabulary."""
   with preparing(f"{config.data.name}, {split}") as waiting:
-    data = read_as(config)
+    data = read_as(config.data, config.task)
     source = open_source(data, split, config.seed, shared, waiting.tick)
     if TASKS[config.task].of_tokens and "vocabulary_size" in config.model:
       check_ids(source, config.model.vocabulary_size)
   return source
 
 
-def report(source: Source, config: ConfigDict) -> dict[str, float]:
+def train_missing_tokenizer(config: ConfigDict) -> None:
+  """Trains the tokenizer that data.train_tokenizer asks for, unless data.tokenizer names one.
+
+  Every process does: the same documents give the same tokenizer.
+
+  Args:
+    config: not finalized yet.
+
+  Raises:
+    ValueError: the data are no documents of a TFDS data set, or as of `train_tokenizer.train_on`.
+  """
+  data = config.data
+  if not data.get("train_tokenizer") or data.tokenizer:
+    return
+  if TASKS[config.task].rows != "text" or data.name in (*catalog.OF_FILES, *catalog.RENDERED):
+    raise ValueError(
+      f"data.train_tokenizer={data.train_tokenizer} is for TFDS data sets with text, and "
+      f"data.name={data.name!r} is none; run `prepare --train_tokenizer=N` instead, and leave "
+      f"data.train_tokenizer=0"
+    )
+  from input_pipeline.text import train_tokenizer  # imports a library that others do not need
+
+  with preparing("a tokenizer") as waiting:
+    data.tokenizer = train_tokenizer.trained_once(data, data.train_tokenizer, waiting.tick)
+
+
+def report(source: Source, batches: "specs.BatchSpec") -> dict[str, float]:
   """Returns what a run's record says of the rows that it trains on; {} of rows stored as such."""
   if not source.report:
     return {}
   epochs = {
     f"epochs/{name}" if name else "epochs": value
-    for name, value in _epochs(source, config.training.steps, Ramp.of(config.data)).items()
+    for name, value in _epochs(source, batches.steps, batches.ramp).items()
   }
   return {**source.report, "bytes_per_token": source.bytes_per_token, **epochs}
 
@@ -139,6 +165,21 @@ def report_text(source: Source, steps: int = 0, ramp: Ramp | None = None) -> str
   return "\n".join(lines)
 
 
+def announce(train: Source, validation: Source, steps: int, ramp: Ramp) -> None:
+  """Prints tokens, padding and epochs of rows that are an index over documents, and bad records."""
+  for text in (report_text(train, steps, ramp), report_text(validation)):
+    if text:
+      say_wrapped(text)
+  for source in (train, validation):
+    announce_bad(source)
+
+
+def announce_bad(source: Source) -> None:
+  """Prints which records of a split cannot be read, if that is allowed."""
+  if source.bad:
+    say_wrapped(f"{source.name}: {source.bad}")
+
+
 def _of_documents(facts: Mapping[str, int]) -> str:
   """Returns what became of the documents of a split."""
   if "trained" not in facts:
@@ -155,25 +196,22 @@ def _counted(count: int, what: str) -> str:
   return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def read_as(config: ConfigDict) -> ConfigDict:
-  """Returns the `data` section with `kind`, how the task wants the rows read."""
-  return ConfigDict({**config.data, "kind": TASKS[config.task].rows})
+def read_as(data: ConfigDict, task: str) -> ConfigDict:
+  """Returns the section `data` with `kind`, how the task wants the rows read."""
+  return ConfigDict({**data, "kind": TASKS[task].rows})
 
 
 def sharing(job: "setup.Job", group: Group | None = None) -> Sharing:
   """Returns how the processes share the reading of all rows of a split.
 
   They wait for the slowest as long as a start may take, plus four times as long as they took; then
-  NotComeError names those that are missing.
+  NotTogetherError names those that are missing.
   """
   group, began = group or current(), time.monotonic()
   patience = job.config.processes.start_timeout_seconds
 
   def gather(value: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     seconds = patience + 4 * (time.monotonic() - began)
-    try:
-      return group.gather("reading all rows", value, timeout_seconds=seconds)
-    except NotTogetherError as error:
-      raise preflight.NotComeError(str(error)) from error
+    return group.gather("reading all rows", value, timeout_seconds=seconds)
 
   return Sharing(group.index, group.count, gather)

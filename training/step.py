@@ -11,16 +11,14 @@ import optax
 from etils import epy
 from flax import nnx
 
-from models import MODELS, check_network, expert_sums, load_balance
+from models import MODELS, check_network, load_balance
 from models.layer_stack import STACKS
 from models.load_balance import COUNTS
 from models.losses import Batch, Sums
 from models.spec import EXPERTS
 from partitioning.constraints import automatic_spec, on_one_device
-from partitioning.dtypes import wide_dtype
-from partitioning.parallel import eight_bit
-from partitioning.parallel.batch_region import summed_over_batch_parts
-from partitioning.parallel.gathered_parameters import GatheredOnce
+from partitioning.dtypes import advanced_history, is_history, wide_dtype
+from partitioning.parallel.manual_region import GatheredOnce, summed_over_batch_parts
 from partitioning.parallel.pipeline_schedule import Schedule
 from partitioning.rules import letters_of, named_leaves
 from training import gradients
@@ -58,6 +56,7 @@ class Program:
     optimizer: of those that are trained.
     point: (trained parameters, the optimizer's state) -> where a step takes its gradients.
     update: applies it.
+    stored: (trained parameters, step) -> these in the dtype in which they are stored.
     schedule: step -> learning rate.
     param_specs: a tree like the parameters: the sharding of their gradients.
     norm_specs: likewise, while their squares are summed for the norm.
@@ -77,6 +76,7 @@ class Program:
   optimizer: optax.GradientTransformation
   point: Callable[[Any, Any], Any]
   update: Update
+  stored: Callable[[Any, jax.Array], Any]
   schedule: optax.Schedule
   param_specs: Any = None
   norm_specs: Any = None
@@ -160,15 +160,15 @@ class Program:
     are stored in bfloat16.
     """
     trained, frozen = self.split(params)
-    history, others = split(variables or {}, eight_bit.is_history)
+    history, others = split(variables or {}, is_history)
     given = dict(batch), merged(wide(trained), history), frozen, others, key
     (grads, means), others = self._of_batch(batch["weights"].size)(*given)
     if self.spec.gradient_accumulation_steps > 1:
       # Otherwise XLA would shard the sums for the norm, compute parameters and optimizer state with
       # that sharding, and all-gather each of them at the end.
       grads = self.laid_out(grads)
-    seen, grads = split(grads, eight_bit.is_history)
-    variables = merged(jax.tree.map(eight_bit.advanced, history, seen), others)
+    seen, grads = split(grads, is_history)
+    variables = merged(jax.tree.map(advanced_history, history, seen), others)
     scale = 1 / means.pop("weight")
     return grads, gradients.each(lambda x: x * scale, means), scale, variables
 
@@ -262,18 +262,7 @@ class Program:
     with jax.numpy_dtype_promotion("standard"):
       trained, optimizer = self.update(grads, state.optimizer, wide(trained))
       rate = self.schedule(state.step)
-    return merged(self.rounded(trained, state.step), frozen), optimizer, rate
-
-  def rounded(self, params: Any, step: jax.Array) -> Any:
-    """Returns updated parameters as they are stored, rounded if that is in bfloat16."""
-    if not self.spec.stochastic_rounding:
-      return jax.tree.map(lambda x: x.astype(self.spec.parameter_dtype), params)
-    key = low_precision.rounding_key(self.spec.seed, step)
-    rounded = [
-      low_precision.to_bfloat16(x, low_precision.rounding_words(key, name, x.shape))
-      for name, x in named_leaves(params, "params/").items()
-    ]
-    return jax.tree.unflatten(jax.tree.structure(params), rounded)
+    return merged(self.stored(trained, state.step), frozen), optimizer, rate
 
   def stack(self, name: str) -> str:
     """Returns the letter of the layers that a parameter has as its first dim; "" if it has none."""
@@ -316,9 +305,13 @@ def make_program(resolved: Resolved) -> Program:
     update = functools.partial(host_state.update, optimizer, stack, optax.apply_updates)
   else:
     update = functools.partial(_update, optimizer)
+  if spec.stochastic_rounding:
+    stored = functools.partial(low_precision.rounded_parameters, spec.seed)
+  else:
+    stored = functools.partial(_cast, spec.parameter_dtype)
   given = spec, build, letters, graphdef, params, variables_of(model), trained
   schedule = learning_rate_schedule(keys, keys.steps)
-  return Program(*given, optimizer, gradient_point(keys), update, schedule)
+  return Program(*given, optimizer, gradient_point(keys), update, stored, schedule)
 
 
 def _update(
@@ -326,6 +319,11 @@ def _update(
 ) -> tuple[Any, Any]:
   updates, state = optimizer.update(grads, state, params)
   return optax.apply_updates(params, updates), state
+
+
+def _cast(dtype: str, params: Any, step: jax.Array) -> Any:
+  del step
+  return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
 def _stored(params: Any, trained: frozenset[str], spec: StepSpec) -> Any:
@@ -407,4 +405,4 @@ def as_metrics(means: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
   """Returns the means of a step, with the experts' shares in place of their counts."""
   found = dict(means)
   counts = found.pop(COUNTS, None)
-  return found if counts is None else {**found, **expert_sums.shares(counts)}
+  return found if counts is None else {**found, **load_balance.shares(counts)}

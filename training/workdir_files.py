@@ -1,13 +1,20 @@
-"""The files of a workdir; before a run, each is checked to be a plain file, or not there."""
+"""The workdir of a run: before it changes anything there, its files are checked, and it owns it."""
 
+import contextlib
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 
 from etils import epath
+from ml_collections import ConfigDict
 
+from processes import coordination as groups
 from processes.coordination import current
+from processes.watchdog import STARTING, Watchdog
+from processes.workdir_lease import Ownership, acquire, claims_to
 from runtime import files
 from training import history
+from training.metrics.console import say
 from training.metrics.log_lines import FILE, MOST_BYTES
 from training.metrics.writer import DAMAGED
 
@@ -63,3 +70,72 @@ def _wrong_file(path: epath.Path) -> str:
   if size > MOST_BYTES:
     return f"{path} has {size:,} bytes, and at most {MOST_BYTES:,} are read"
   return ""
+
+
+# ------------------------------ its owner ------------------------------
+
+# After exit code 1 a supervisor would restart the run, next to the one that has replaced it.
+_REPLACED = 2
+
+
+@contextlib.contextmanager
+def owned(
+  workdir: epath.Path, keys: ConfigDict, watch: Watchdog, require_room: Callable[[], None]
+) -> Iterator[Ownership]:
+  """Owns the workdir until the run ends; if the body is refused, undoes the claim.
+
+  All processes call it. Process 0 claims the workdir and renews the claim until it is released, at
+  the end of the run.
+
+  Args:
+    workdir: of the run.
+    keys: the section `processes`.
+    watch: of this process.
+    require_room: raises OSError where no checkpoint fits; it is called before a claim is written.
+
+  Raises:
+    OwnedError: it belongs to another run that is alive.
+    ValueError: its storage has no conditional write.
+    OSError: it cannot be read or written, or has no space for a checkpoint.
+  """
+  ownership = _shared(workdir, keys, watch, require_room)
+  try:
+    yield ownership
+    ownership.settle()
+  except BaseException:
+    ownership.end()
+    raise
+
+
+def _shared(
+  workdir: epath.Path, keys: ConfigDict, watch: Watchdog, require_room: Callable[[], None]
+) -> Ownership:
+  group = watch.group
+  watch.at("waiting for the workdir", STARTING)
+  if group.first:
+    require_room()
+    ownership = acquire(
+      claims_to(workdir),
+      str(workdir),
+      lease_seconds=keys.lease_seconds,
+      wait_seconds=keys.owner_wait_seconds,
+      ending_seconds=keys.start_timeout_seconds,
+      processes=group.count,
+      say=say,
+    )
+    groups.before_leaving(ownership.end)
+    ownership.watch(lambda: bool(watch.stop), lambda text: _replaced(workdir, text, watch))
+    group.put("owner/0", {"number": ownership.number})
+  # As long as process 0 may wait; the watchdog notifies the others of its refusal.
+  longest = 2 * keys.start_timeout_seconds + keys.owner_wait_seconds + 3600
+  group.wait("owner", timeout_seconds=longest)
+  watch.at("starting", STARTING)
+  return ownership if group.first else Ownership(number=group.list("owner")["0"]["number"])
+
+
+def _replaced(workdir: epath.Path, what: str, watch: Watchdog) -> None:
+  """Ends all processes of this run at once, from whichever thread."""
+  text = f"{workdir}: {what}; this run stops here, and writes nothing more"
+  print(f"error: {groups.label()}{text}", file=sys.stderr, flush=True)
+  watch.refusing(text)
+  groups.leave(_REPLACED, patience_seconds=3)

@@ -1,9 +1,79 @@
 """The section `data`: rows, and how they become batches."""
 
-from configs.keys.row import ACCEPT, MAY_CHANGE, Key, Required, Rows, Unset
+from configs.keys.row import ACCEPT, MAY_CHANGE, Key, Required, Rows, Unset, shared
 
 OF_FILES = "data.name=text|conversations|preferences"
 RENDERED = "data.name=conversations|preferences"
+
+# Of rows of text.
+_TEXT: Rows = {
+  # On resume: may have moved; dataset.rows shows whether they hold the same.
+  "files": Key(
+    "",
+    "Files of data=text, conversations and preferences: paths, folders, globs, gs://, s3:// and "
+    "hf://OWNER/NAME, separated by commas",
+    resume=MAY_CHANGE,
+    needs=OF_FILES,
+  ),
+  "sources": Key(
+    (),
+    "A mixture in place of files: each source has name, files and weight (relative, of the "
+    "tokens); also evaluation_files, text_feature and maximum_epochs (default 1; 0: no limit): "
+    '({"name": "web", "files": "web/", "weight": 0.7}, {"name": "code", "files": "src/", ...})',
+    needs=OF_FILES,
+  ),
+  # On resume: only of steps that are not done: training.restore checks.
+  "stages": Key(
+    (),
+    'Other weights from a step on: ((1000, {"web": 0.2, "code": 0.8}),)',
+    resume=ACCEPT,
+    needs="data.sources",
+  ),
+  "evaluation_files": Key(
+    "",
+    'of the validation split; "": a share of the documents of files',
+    resume=MAY_CHANGE,
+    needs=OF_FILES,
+  ),
+  # On resume: may have moved; dataset.tokenizer shows whether it is the same.
+  "tokenizer": Key(
+    "",
+    'bytes, a tokenizer.json, a folder with one, or a SentencePiece model; "": the one that '
+    "prepare has trained for these files, else bytes",
+    resume=MAY_CHANGE,
+    off="bytes",
+  ),
+  # On resume: may have moved; dataset.tokenizer shows whether it is the same.
+  "train_tokenizer": Key(
+    0,
+    "Where tokenizer is not set, a run first trains a byte-level BPE of so many tokens on what it"
+    " trains on (once per data_dir); 0: off",
+    unit="tokens",
+    least=0,
+    resume=MAY_CHANGE,
+  ),
+  "packing": Key(
+    Unset(str),
+    "Which documents share a row: best_fit (the default of files), concatenate (of TFDS data "
+    "sets) or none",
+    choices=("best_fit", "concatenate", "none"),
+    off="concatenate",
+  ),
+  # On resume: may have moved; dataset.chat_template shows whether it is the same.
+  "chat_template": Key(
+    "",
+    'a file with one (conversations, preferences); "": the tokenizer\'s',
+    resume=MAY_CHANGE,
+    needs=RENDERED,
+  ),
+  "untrained_conversations": Key(
+    "refuse",
+    "Conversations without a token to train on, or longer than a row: refuse or drop",
+    choices=("refuse", "drop"),
+    needs=RENDERED,
+  ),
+  "long_conversations": Key("refuse", "", choices=("refuse", "drop"), needs=RENDERED),
+}
 
 DATA: Rows = {
   "global_batch_size": Key(Required(int), "", unit="rows", least=1, most=2**24, resume=ACCEPT),
@@ -48,38 +118,7 @@ DATA: Rows = {
     readers=("text",),
   ),
   "text_feature": Key("", '"": the only one of that type', readers=("text", "not dpo")),
-  # On resume: may have moved; dataset.rows shows whether they hold the same.
-  "files": Key(
-    "",
-    "Files of data=text, conversations and preferences: paths, folders, globs, gs://, s3:// and "
-    "hf://OWNER/NAME, separated by commas",
-    resume=MAY_CHANGE,
-    readers=("text",),
-    needs=OF_FILES,
-  ),
-  "sources": Key(
-    (),
-    "A mixture in place of files: each source has name, files and weight (relative, of the "
-    "tokens); also evaluation_files, text_feature and maximum_epochs (default 1; 0: no limit): "
-    '({"name": "web", "files": "web/", "weight": 0.7}, {"name": "code", "files": "src/", ...})',
-    readers=("text",),
-    needs=OF_FILES,
-  ),
-  # On resume: only of steps that are not done: training.restore checks.
-  "stages": Key(
-    (),
-    'Other weights from a step on: ((1000, {"web": 0.2, "code": 0.8}),)',
-    resume=ACCEPT,
-    readers=("text",),
-    needs="data.sources",
-  ),
-  "evaluation_files": Key(
-    "",
-    'of the validation split; "": a share of the documents of files',
-    resume=MAY_CHANGE,
-    readers=("text",),
-    needs=OF_FILES,
-  ),
+  **shared(_TEXT, readers=("text",)),
   "evaluation_fraction": Key(
     0.05,
     "Documents of files that are held out for validation, chosen by their content",
@@ -87,57 +126,12 @@ DATA: Rows = {
     above=0,
     below=1,
   ),
-  # On resume: may have moved; dataset.tokenizer shows whether it is the same.
-  "tokenizer": Key(
-    "",
-    'bytes, a tokenizer.json, a folder with one, or a SentencePiece model; "": the one that '
-    "prepare has trained for these files, else bytes",
-    resume=MAY_CHANGE,
-    readers=("text",),
-    off="bytes",
-  ),
-  # On resume: may have moved; dataset.tokenizer shows whether it is the same.
-  "train_tokenizer": Key(
-    0,
-    "Where tokenizer is not set, a run first trains a byte-level BPE of so many tokens on what it"
-    " trains on (once per data_dir); 0: off",
-    unit="tokens",
-    least=0,
-    resume=MAY_CHANGE,
-    readers=("text",),
-  ),
-  "packing": Key(
-    Unset(str),
-    "Which documents share a row: best_fit (the default of files), concatenate (of TFDS data "
-    "sets) or none",
-    choices=("best_fit", "concatenate", "none"),
-    readers=("text",),
-    off="concatenate",
-  ),
   "prepare_processes": Key(
     0,
     "that tokenize; 0: one per core",
     unit="processes",
     least=0,
     resume=MAY_CHANGE,
-  ),
-  # On resume: may have moved; dataset.chat_template shows whether it is the same.
-  "chat_template": Key(
-    "",
-    'a file with one (conversations, preferences); "": the tokenizer\'s',
-    resume=MAY_CHANGE,
-    readers=("text",),
-    needs=RENDERED,
-  ),
-  "untrained_conversations": Key(
-    "refuse",
-    "Conversations without a token to train on, or longer than a row: refuse or drop",
-    choices=("refuse", "drop"),
-    readers=("text",),
-    needs=RENDERED,
-  ),
-  "long_conversations": Key(
-    "refuse", "", choices=("refuse", "drop"), readers=("text",), needs=RENDERED
   ),
   "image_feature": Key("", '"": the only one of that type', readers=("image",)),
   "label_feature": Key("", '"": the only one of that type', readers=("image",)),

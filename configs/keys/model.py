@@ -1,11 +1,59 @@
 """The section `model`, by kind of model; a decoder's defaults are those of the recipe `lm`."""
 
-from configs.keys.row import ACCEPT, MAY_CHANGE, Key, Rows, Unset
+from configs.keys.row import ACCEPT, MAY_CHANGE, Key, Rows, Unset, shared
 from runtime.forms import MOST_LAYERS
 
 MOST_HEADS = 2**16  # or experts: refusals list how they can be divided
-EXPERTS, ROTARY = "model.experts", "model.positions=rotary"
+ROTARY = "model.positions=rotary"
 LATENT, GROUPED_QUERY = "model.attention=latent", "model.attention=grouped_query"
+
+# Of mixtures of experts.
+_EXPERTS: Rows = {
+  "experts_per_token": Key(2, "top-k", unit="experts"),
+  "shared_feedforward_size": Key(
+    0, "width of the shared experts together; 0: there are none", unit="dims", least=0
+  ),
+  "dense_layers": Key(0, "the first layers, which have no experts", unit="layers", least=0),
+  "sparse_every": Key(1, "of the layers after those each so many-th has experts", unit="layers"),
+  "mlp_only_layers": Key((), "further layers without experts, by their numbers from 0 on: (3, 5)"),
+  "router_scores": Key(
+    "softmax",
+    "softmax, sigmoid (DeepSeek-V3), or softmax_of_chosen: over the chosen logits alone (gpt-oss)",
+    choices=("softmax", "sigmoid", "softmax_of_chosen"),
+  ),
+  "router_normalized": Key(True, "the gates of a token are divided by their sum"),
+  "router_scale": Key(1.0, "factor of the gates", above=0),
+  "router_groups": Key(
+    1, "of experts, from the best of which a token's are chosen", unit="groups of experts"
+  ),
+  "router_top_groups": Key(1, "how many are the best", unit="groups of experts"),
+  "router_group_score": Key(
+    "max", "the largest score (DeepSeek-V2), or top2: sum of two (V3)", choices=("max", "top2")
+  ),
+  "router_bias": Key(False, "a trained bias of the router's logits (gpt-oss)"),
+  "router_correction": Key(
+    False,
+    "A bias of the scores by which experts are chosen, moved by training.router_bias_rate (V3)",
+  ),
+  "expert_biases": Key(False, "of an expert's gate, up and down (gpt-oss)"),
+  "gate_limit": Key(
+    0.0, "largest gate, and largest magnitude of up, in experts (gpt-oss); 0: none", least=0
+  ),
+  "up_offset": Key(0.0, "added to up in experts (gpt-oss)", finite=True),
+  # On resume: the same sums in another order, as with another mesh.
+  "expert_exchange": Key(
+    "rounds",
+    "How tokens reach experts on other devices: rounds of all-to-all, or gathered",
+    choices=("rounds", "gathered"),
+    resume=MAY_CHANGE,
+  ),
+  "expert_capacity": Key(
+    1.25,
+    "Rows of the buffer between two devices, relative to the mean: memory and speed, not results",
+    above=0,
+    resume=MAY_CHANGE,
+  ),
+}
 
 DECODER: Rows = {
   "name": Key("transformer", ""),
@@ -138,96 +186,8 @@ DECODER: Rows = {
     least=0,
     most=MOST_HEADS,
   ),
-  "experts_per_token": Key(2, "top-k", unit="experts", needs=EXPERTS),
   "expert_feedforward_size": Key(Unset(int), "of an expert; feedforward_size", unit="dims"),
-  "shared_feedforward_size": Key(
-    0,
-    "width of the shared experts together; 0: there are none",
-    unit="dims",
-    least=0,
-    needs=EXPERTS,
-  ),
-  "dense_layers": Key(
-    0,
-    "the first layers, which have no experts",
-    unit="layers",
-    least=0,
-    needs=EXPERTS,
-  ),
-  "sparse_every": Key(
-    1,
-    "of the layers after those each so many-th has experts",
-    unit="layers",
-    needs=EXPERTS,
-  ),
-  "mlp_only_layers": Key(
-    (),
-    "further layers without experts, by their numbers from 0 on: (3, 5)",
-    needs=EXPERTS,
-  ),
-  "router_scores": Key(
-    "softmax",
-    "softmax, sigmoid (DeepSeek-V3), or softmax_of_chosen: over the chosen logits alone (gpt-oss)",
-    choices=("softmax", "sigmoid", "softmax_of_chosen"),
-    needs=EXPERTS,
-  ),
-  "router_normalized": Key(
-    True,
-    "the gates of a token are divided by their sum",
-    needs=EXPERTS,
-  ),
-  "router_scale": Key(1.0, "factor of the gates", above=0, needs=EXPERTS),
-  "router_groups": Key(
-    1,
-    "of experts, from the best of which a token's are chosen",
-    unit="groups of experts",
-    needs=EXPERTS,
-  ),
-  "router_top_groups": Key(
-    1,
-    "how many are the best",
-    unit="groups of experts",
-    needs=EXPERTS,
-  ),
-  "router_group_score": Key(
-    "max",
-    "the largest score (DeepSeek-V2), or top2: sum of two (V3)",
-    choices=("max", "top2"),
-    needs=EXPERTS,
-  ),
-  "router_bias": Key(
-    False,
-    "a trained bias of the router's logits (gpt-oss)",
-    needs=EXPERTS,
-  ),
-  "router_correction": Key(
-    False,
-    "A bias of the scores by which experts are chosen, moved by training.router_bias_rate (V3)",
-    needs=EXPERTS,
-  ),
-  "expert_biases": Key(False, "of an expert's gate, up and down (gpt-oss)", needs=EXPERTS),
-  "gate_limit": Key(
-    0.0,
-    "largest gate, and largest magnitude of up, in experts (gpt-oss); 0: none",
-    least=0,
-    needs=EXPERTS,
-  ),
-  "up_offset": Key(0.0, "added to up in experts (gpt-oss)", finite=True, needs=EXPERTS),
-  # On resume: the same sums in another order, as with another mesh.
-  "expert_exchange": Key(
-    "rounds",
-    "How tokens reach experts on other devices: rounds of all-to-all, or gathered",
-    choices=("rounds", "gathered"),
-    resume=MAY_CHANGE,
-    needs=EXPERTS,
-  ),
-  "expert_capacity": Key(
-    1.25,
-    "Rows of the buffer between two devices, relative to the mean: memory and speed, not results",
-    above=0,
-    resume=MAY_CHANGE,
-    needs=EXPERTS,
-  ),
+  **shared(_EXPERTS, needs="model.experts"),
   "attention_scale": Key(
     Unset(float),
     "Factor of the scores; head_size**-0.5, or with base_width base_head_size**0.5 / head_size",

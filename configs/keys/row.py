@@ -100,3 +100,8 @@ class Key:
 
 
 Rows = Mapping[str, Key]
+
+
+def shared(rows: Rows, **fields: Any) -> Rows:
+  """Returns rows with fields that all of them have alike."""
+  return {key: dataclasses.replace(row, **fields) for key, row in rows.items()}

@@ -1,6 +1,6 @@
 """The sections about a run: its mesh, evaluation, files, processes and plans."""
 
-from configs.keys.row import ACCEPT, MAY_CHANGE, REFUSED, Key, Required, Rows, Unset
+from configs.keys.row import ACCEPT, MAY_CHANGE, REFUSED, Key, Required, Rows, Unset, shared
 from runtime.forms import MOST_STEP
 
 GENERAL: Rows = {
@@ -81,21 +81,19 @@ PARTITIONING: Rows = {
   ),
 }
 
-RANK = "lora.rank"
-LORA: Rows = {
-  "rank": Key(0, "rank of the adapters; 0: off", unit="dims", least=0),
-  "alpha": Key(
-    16.0, "an adapter's output is scaled by alpha / rank", above=0, resume=ACCEPT, needs=RANK
-  ),
+_ADAPTERS: Rows = {
+  "alpha": Key(16.0, "an adapter's output is scaled by alpha / rank", above=0, resume=ACCEPT),
   "targets": Key(
     ("*",),
     'Linear layers that get an adapter, by name or pattern: ("query", "value"), ("layers/mlp/*",)',
-    needs=RANK,
   ),
-  "rs": Key(False, "rsLoRA: scaled by alpha / rank**0.5", resume=ACCEPT, needs=RANK),
-  "dropout": Key(
-    0.0, "dropout of the adapters' inputs", least=0, below=1, resume=ACCEPT, needs=RANK
-  ),
+  "rs": Key(False, "rsLoRA: scaled by alpha / rank**0.5", resume=ACCEPT),
+  "dropout": Key(0.0, "dropout of the adapters' inputs", least=0, below=1, resume=ACCEPT),
+}
+
+LORA: Rows = {
+  "rank": Key(0, "rank of the adapters; 0: off", unit="dims", least=0),
+  **shared(_ADAPTERS, needs="lora.rank"),
 }
 
 EVALUATION: Rows = {

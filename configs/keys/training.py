@@ -1,9 +1,68 @@
 """The section `training`: the step, and what happens where one goes wrong."""
 
-from configs.keys.row import MAY_CHANGE, REFUSED, Key, Rows, Unset
+from configs.keys.row import MAY_CHANGE, REFUSED, Key, Rows, Unset, shared
 from runtime.forms import MOST_STEP
 
-STAGES, EXPERTS = "mesh.stage", "model.experts"
+EXPERTS = "model.experts"
+
+# Of pipeline stages.
+_STAGES: Rows = {
+  "pipeline": Key(
+    "1f1b",
+    "Pipeline stages (mesh.stage): 1f1b, interleaved (1F1B with pipeline_chunks parts of the "
+    "layers per stage: a smaller bubble, more transfers) or gpipe (memory grows with the "
+    "microbatches)",
+    choices=("1f1b", "interleaved", "gpipe"),
+  ),
+  "microbatches": Key(
+    Unset(int),
+    "microbatches of a pipeline per accumulation step. By default the most that divide the rows, "
+    "up to 4 * mesh.stage",
+    unit="microbatches",
+    least=1,
+    off=1,
+  ),
+  "pipeline_ends": Key(
+    "masked",
+    "Embeddings and losses: masked (all stages compute them, and discard what they do not need) "
+    "or conditional (only the first and the last stage compute them)",
+    choices=("masked", "conditional"),
+  ),
+  "pipeline_gather": Key(
+    "auto",
+    "All-gather the parameters of a stage over fsdp once per step, where they and their gradients"
+    " take at most a quarter of the memory (auto, or step), or for each microbatch (tick)",
+    choices=("auto", "step", "tick"),
+  ),
+}
+
+# Of the routers of experts.
+_EXPERT_LOSSES: Rows = {
+  "balance_loss": Key(0.0, "coefficient of the balance loss of experts, taken per row; 0: off"),
+  "router_z_loss": Key(0.0, "coefficient of the z-loss of the routers' logits; 0: off"),
+  "router_bias_rate": Key(
+    0.0, "How far a step moves the biases of model.router_correction towards balanced experts"
+  ),
+}
+
+_BAD_STEPS: Rows = {
+  "bad_step_deviations": Key(
+    0.0,
+    "Treat a loss spike as a bad step, like a loss that is not finite: this many standard "
+    "deviations above the mean of the last bad_step_window losses; 0: off",
+    unit="standard deviations",
+    least=0,
+  ),
+  "bad_step_window": Key(100, "steps whose losses a spike is compared with", unit="steps", least=2),
+  "on_bad_step": Key(
+    "stop",
+    "stop, or roll_back: to the last good checkpoint, skipping the batch",
+    choices=("stop", "roll_back"),
+  ),
+  "bad_step_skips": Key(
+    1, "batches that a rollback skips, the last of them the bad step's", unit="batches", least=1
+  ),
+}
 
 TRAINING: Rows = {
   # On resume: unless fewer than are done.
@@ -18,15 +77,7 @@ TRAINING: Rows = {
     resume=MAY_CHANGE,
   ),
   "gradient_accumulation_steps": Key(1, "microbatches per step", unit="microbatches", least=1),
-  "pipeline": Key(
-    "1f1b",
-    "Pipeline stages (mesh.stage): 1f1b, interleaved (1F1B with pipeline_chunks parts of the "
-    "layers per stage: a smaller bubble, more transfers) or gpipe (memory grows with the "
-    "microbatches)",
-    choices=("1f1b", "interleaved", "gpipe"),
-    resume=MAY_CHANGE,
-    needs=STAGES,
-  ),
+  **shared(_STAGES, needs="mesh.stage", resume=MAY_CHANGE),
   "pipeline_chunks": Key(
     2,
     "chunks of layers per stage, of interleaved",
@@ -34,32 +85,6 @@ TRAINING: Rows = {
     least=2,
     resume=MAY_CHANGE,
     needs="training.pipeline=interleaved",
-  ),
-  "microbatches": Key(
-    Unset(int),
-    "microbatches of a pipeline per accumulation step. By default the most that divide the rows, "
-    "up to 4 * mesh.stage",
-    unit="microbatches",
-    least=1,
-    resume=MAY_CHANGE,
-    needs=STAGES,
-    off=1,
-  ),
-  "pipeline_ends": Key(
-    "masked",
-    "Embeddings and losses: masked (all stages compute them, and discard what they do not need) "
-    "or conditional (only the first and the last stage compute them)",
-    choices=("masked", "conditional"),
-    resume=MAY_CHANGE,
-    needs=STAGES,
-  ),
-  "pipeline_gather": Key(
-    "auto",
-    "All-gather the parameters of a stage over fsdp once per step, where they and their gradients"
-    " take at most a quarter of the memory (auto, or step), or for each microbatch (tick)",
-    choices=("auto", "step", "tick"),
-    resume=MAY_CHANGE,
-    needs=STAGES,
   ),
   # On resume: another order of the same sums.
   "gradient_reduction": Key(
@@ -166,24 +191,7 @@ TRAINING: Rows = {
     needs=EXPERTS,
     off="tiles",
   ),
-  "balance_loss": Key(
-    0.0,
-    "coefficient of the balance loss of experts, taken per row; 0: off",
-    least=0,
-    needs=EXPERTS,
-  ),
-  "router_z_loss": Key(
-    0.0,
-    "coefficient of the z-loss of the routers' logits; 0: off",
-    least=0,
-    needs=EXPERTS,
-  ),
-  "router_bias_rate": Key(
-    0.0,
-    "How far a step moves the biases of model.router_correction towards balanced experts",
-    least=0,
-    needs=EXPERTS,
-  ),
+  **shared(_EXPERT_LOSSES, least=0, needs=EXPERTS),
   "z_loss": Key(
     0.0,
     "Coefficient of the squared logarithm of the softmax's normalizer, added to each token's "
@@ -215,34 +223,7 @@ TRAINING: Rows = {
     readers=("logits",),
     off=1,
   ),
-  "bad_step_deviations": Key(
-    0.0,
-    "Treat a loss spike as a bad step, like a loss that is not finite: this many standard "
-    "deviations above the mean of the last bad_step_window losses; 0: off",
-    unit="standard deviations",
-    least=0,
-    resume=MAY_CHANGE,
-  ),
-  "bad_step_window": Key(
-    100,
-    "steps whose losses a spike is compared with",
-    unit="steps",
-    least=2,
-    resume=MAY_CHANGE,
-  ),
-  "on_bad_step": Key(
-    "stop",
-    "stop, or roll_back: to the last good checkpoint, skipping the batch",
-    choices=("stop", "roll_back"),
-    resume=MAY_CHANGE,
-  ),
-  "bad_step_skips": Key(
-    1,
-    "batches that a rollback skips, the last of them the bad step's",
-    unit="batches",
-    least=1,
-    resume=MAY_CHANGE,
-  ),
+  **shared(_BAD_STEPS, resume=MAY_CHANGE),
   "callbacks": Key(
     (),
     'registered functions that are called every n steps: ("norms",)',

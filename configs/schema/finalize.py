@@ -502,7 +502,7 @@ def with_choices(
   with config.unlocked():
     step_checks.finalize_precision(config.training, config.optimizer, accelerated)
     default(config.training, "matmul_precision", "default")
-    optimizer_checks.finalize_optimizer(config, recipe)
+    optimizer_checks.finalize_optimizer(config.optimizer, recipe.optimizer, config.argument)
     if "folder" in config.model:
       finalize_folder(config)
     _data(config.model, config.data, config.task, accelerated)

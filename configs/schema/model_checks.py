@@ -54,7 +54,7 @@ def no_splash(model: ConfigDict, training: ConfigDict, data: ConfigDict, context
 
 
 def no_cudnn(model: ConfigDict, training: ConfigDict, context: int) -> str:
-  """Returns why models/cudnn_attention.py cannot run a decoder; "" where it can."""
+  """Returns why cuDNN's kernel cannot run a decoder; "" where it can."""
   dtype = training.compute_dtype
   if context != 1:
     return f"mesh.context={context} splits the rows"
@@ -230,7 +230,7 @@ def _expert_layers(model: ConfigDict) -> Iterator[str]:
 
 
 def _router(model: ConfigDict) -> Iterator[str]:
-  """Yields what is wrong with the numbers of `models.router.Router`, by the names of the keys."""
+  """Yields what is wrong with the numbers of `models.experts.Router`, by the names of the keys."""
   experts, each = model.experts, model.experts_per_token
   groups, best = model.router_groups, model.router_top_groups
   if not 1 <= each <= experts:

@@ -18,25 +18,25 @@ from training.optimizer import DefaultScale, optimizer_keys, optimizer_row
 DERIVED = {"learning_rate": float, "weight_decay": float, "schedule": str}
 
 
-def unset(config: ConfigDict) -> None:
-  """Makes the derived keys of a recipe's config placeholders."""
+def unset(optimizer: ConfigDict) -> None:
+  """Makes the derived keys of a recipe placeholders."""
   for key, kind in DERIVED.items():
-    del config.optimizer[key]
-    config.optimizer[key] = config_dict.placeholder(kind)
+    del optimizer[key]
+    optimizer[key] = config_dict.placeholder(kind)
 
 
-def finalize_optimizer(config: ConfigDict, chosen: ConfigDict) -> None:
-  """Fills in the derived keys; `config` is unlocked.
+def finalize_optimizer(keys: ConfigDict, recipe: ConfigDict, argument: str) -> None:
+  """Fills in the derived keys; `keys` is unlocked.
 
   Args:
-    config: as parsed, with overrides.
-    chosen: its recipe.
+    keys: the section `optimizer` as parsed, with overrides.
+    recipe: that of the recipe.
+    argument: which recipe, as given.
   """
-  keys, recipe = config.optimizer, chosen.optimizer
   row = optimizer_row(keys.name)
   scale = row.default if recipe.name == "adamw" else DefaultScale()
   rate = recipe.learning_rate and recipe.learning_rate * scale.rate
-  if row.lm_rate is not None and _is_lm(config.argument):
+  if row.lm_rate is not None and _is_lm(argument):
     rate = row.lm_rate
   values = {
     "learning_rate": rate,

@@ -9,12 +9,22 @@ Heads of values have the size U, those of queries and keys H.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+def by_kind(
+  windows: Sequence[int | None], kind: jax.Array | None, function: Callable, *given: Any
+) -> Any:
+  """Returns function(window, *given) with the window of a layer's kind; of None, the first."""
+  ways = [functools.partial(function, window) for window in windows]
+  return ways[0](*given) if kind is None else jax.lax.switch(kind, ways, *given)
+
 
 # ------------------------------ pairs of blocks ------------------------------
 

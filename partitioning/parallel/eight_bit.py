@@ -26,9 +26,125 @@ from jax.ad_checkpoint import checkpoint_name
 
 from partitioning.constraints import automatic_layout, manual_axes
 from partitioning.dims import Axes
-from partitioning.parallel import collective_matmul, collectives, rounding
-from partitioning.parallel.rounding import TOKENS, Rounded
+from partitioning.dtypes import MAGNITUDES
+from partitioning.parallel import collective_matmul, collectives
 from partitioning.parallel.sharded_function import GATHERED, SEQUENCE_DIM, Stored
+
+# ------------------------------ numbers and their scales ------------------------------
+
+TOKENS = 2  # batch and sequence, the first dims of an activation
+_LARGEST = {jnp.int8: 127.0, jnp.float8_e4m3fn: 448.0, jnp.float8_e5m2: 57344.0}
+
+
+class Rounded(NamedTuple):
+  """Numbers in 8 bits, and their scale, of as many dims; of size 1 where numbers share one."""
+
+  values: jax.Array
+  scale: jax.Array
+
+
+def scale_dtype(x: jax.Array) -> jnp.dtype:
+  """Returns float32, or the dtype of x if that is wider."""
+  return x.dtype if x.dtype.itemsize > 4 else jnp.dtype(jnp.float32)
+
+
+def rounded_to_8_bits(
+  x: jax.Array, shared: range, over: Axes, to: type, known: Sequence[jax.Array]
+) -> Rounded:
+  """Rounds an array to 8 bits.
+
+  Args:
+    x: the array, or a device's part of it.
+    shared: the dims whose numbers share a scale.
+    over: the axes that split those dims.
+    to: the format.
+    known: the magnitude of earlier steps, for delayed scaling, or nothing.
+  """
+  x = x.astype(scale_dtype(x))
+  largest, dtype = _LARGEST[to], x.dtype
+
+  def here() -> jax.Array:
+    return jnp.max(jnp.abs(x), axis=tuple(shared), keepdims=True)
+
+  if known:
+    [before] = known
+    before_wide = before.astype(dtype).reshape((1,) * x.ndim)
+
+    def reduced_where_needed() -> jax.Array:
+      return jax.lax.cond(before > 0, lambda: before_wide, lambda: largest_over(here(), over))
+
+    def reduced() -> jax.Array:  # no collective inside a conditional: see `collectives.in_turn`
+      return largest_over(jax.lax.cond(before > 0, lambda: before_wide, here), over)
+
+    magnitude = jax.lax.platform_dependent(cpu=reduced, default=reduced_where_needed)
+  else:
+    magnitude = largest_over(here(), over)
+  # At least the smallest normal number, for arrays of zeros. NaN stays NaN, and what is not finite
+  # makes the scale so, and with it the result.
+  scale = jnp.maximum(magnitude / largest, jnp.finfo(dtype).tiny)
+  values = jnp.clip(x * (1 / scale), -largest, largest)
+  return Rounded((jnp.round(values) if to == jnp.int8 else values).astype(to), scale)
+
+
+def largest_over(magnitude: jax.Array, axes: Axes) -> jax.Array:
+  """Returns the largest magnitude on the devices along the axes; infinity if one of them is NaN."""
+  if not axes:
+    return magnitude
+  # On CPUs the maximum over devices leaves NaN out.
+  return jax.lax.pmax(jnp.where(jnp.isnan(magnitude), jnp.inf, magnitude), axes)
+
+
+def gathered_in_8_bits(one: Rounded, moves: Sequence[tuple[int, Axes]], shared: range) -> Rounded:
+  """All-gathers the numbers, and the scales along the dims in which they differ."""
+  values, scale = one
+  # As integers: XLA for CPUs would send float8 as float16 (jax 0.10.2).
+  bits = jax.lax.bitcast_convert_type(values, jnp.int8)
+  for dim, axes in moves:
+    bits = collectives.all_gather(bits, axes, dim)
+    if dim not in shared:
+      scale = collectives.all_gather(scale, axes, dim)
+  return Rounded(jax.lax.bitcast_convert_type(bits, values.dtype), scale)
+
+
+def contracted_in_8_bits(
+  a: jax.Array,
+  b: jax.Array,
+  contracted: Sequence[range],
+  dtype: jnp.dtype,
+  *,
+  precise: bool = False,
+) -> jax.Array:
+  """Contracts dims of two arrays: integers exactly, in int32, and others in `dtype`.
+
+  Args:
+    a: its other dims are the first of the result.
+    b: likewise, the last.
+    contracted: the dims of both.
+    dtype: of the result.
+    precise: whether `training.matmul_precision` applies.
+  """
+  exact = a.dtype == jnp.int8
+  result = jax.lax.dot_general(
+    a,
+    b,
+    (tuple(map(tuple, contracted)), ((), ())),
+    precision=None if precise else jax.lax.Precision.DEFAULT,
+    preferred_element_type=jnp.int32 if exact else dtype,
+  )
+  return result.astype(dtype)
+
+
+def scale_of_tokens(scale: jax.Array, ndim: int) -> jax.Array:
+  """Returns the scale of an activation, for an array of the same tokens with `ndim` dims."""
+  return scale.reshape(*scale.shape[:TOKENS], *(1,) * (ndim - TOKENS))
+
+
+def scale_of_outputs(scale: jax.Array, contracted: int) -> jax.Array:
+  """Returns the scale of a kernel for its products: after tokens, and without contracted dims."""
+  return scale.reshape(*(1,) * TOKENS, *scale.shape[: scale.ndim - contracted])
+
+
+# ------------------------------ products ------------------------------
 
 INT8, FLOAT8 = "int8", "float8"
 # Of operands in the forward pass, and of gradients.
@@ -36,62 +152,6 @@ _FORMATS = {
   INT8: (jnp.int8, jnp.int8),
   FLOAT8: (jnp.float8_e4m3fn, jnp.float8_e5m2),
 }
-MAGNITUDES = 3  # of a kernel's matmuls: of inputs, kernel and gradients
-HISTORY = "amax_history"  # the last part of the name of a history of these
-
-
-@dataclasses.dataclass(frozen=True)
-class EightBit:
-  """How to multiply by a weight in 8 bits, which `weight.eight_bit()` returns where it is so.
-
-  Attributes:
-    dtype: int8 or float8.
-    known: delayed scaling (float8): the largest magnitudes of earlier steps, scalars: of inputs,
-      kernel and gradients, 0 where none is known yet. Their cotangents are the magnitudes of this
-      step. (): current scaling, by the arrays' own.
-  """
-
-  dtype: str
-  known: tuple[jax.Array, ...] = ()
-
-
-@jax.custom_vjp
-def known(history: jax.Array) -> tuple[jax.Array, ...]:
-  """Returns the largest magnitudes of earlier steps as scalars, for `EightBit`.
-
-  Args:
-    history: [MAGNITUDES, steps], the latest first, 0 of steps that were not taken. Its cotangent
-      has this step's magnitudes in the place of the latest, and zeros.
-  """
-  return tuple(jnp.max(history, axis=1))
-
-
-def _known_forward(history: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
-  return known(history), history
-
-
-def _known_backward(history: jax.Array, seen: tuple[jax.Array, ...]) -> tuple[jax.Array]:
-  return (jnp.zeros_like(history).at[:, 0].set(jnp.stack(seen)),)
-
-
-known.defvjp(_known_forward, _known_backward)
-
-
-def is_history(name: str) -> bool:
-  """Returns whether a variable is a history of delayed scaling, by its name."""
-  return name.endswith(f"/{HISTORY}")
-
-
-def advanced(history: jax.Array, seen: jax.Array) -> jax.Array:
-  """Returns a history with a step's magnitudes; those that are not finite count as not known.
-
-  Args:
-    history: [..., steps], as in `known`.
-    seen: the cotangent of it, of one step.
-  """
-  latest = seen[..., :1]
-  latest = jnp.where(jnp.isfinite(latest), latest, jnp.zeros_like(latest))
-  return jnp.concatenate([latest, history[..., :-1]], axis=-1)
 
 
 class Products:
@@ -135,7 +195,7 @@ class Products:
       manual: whether this is inside a manual region.
       x: the activation.
       kernels: as they are stored, the contracted dims last.
-      known: those of `EightBit`, of one kernel after the other.
+      known: those of `matmuls.EightBit`, of one kernel after the other.
       gathered: the axes along which the sequence of x is to be gathered.
       scattered: those along which the sums of one product are to be reduce-scattered, in a ring.
       ring: whether the gather is a ring too, see `collective_matmul`.
@@ -177,15 +237,15 @@ class _Calculation:
     """Returns the products, and what the backward pass needs."""
     letters, moves, to = self._letters, self._moves, self._letters.formats[0]
     shared = letters.shared(x.ndim, TOKENS)
-    inputs = rounding.rounded(x, shared, letters.over_x if self._manual else (), to, known[:1])
+    inputs = rounded_to_8_bits(x, shared, letters.over_x if self._manual else (), to, known[:1])
     if moves.gathered and not moves.ring:
-      inputs = rounding.gathered(inputs, [(SEQUENCE_DIM, moves.gathered)], shared)
+      inputs = gathered_in_8_bits(inputs, [(SEQUENCE_DIM, moves.gathered)], shared)
     weights = []
     for number, (shard, way) in enumerate(zip(shards, self._ways, strict=True)):
       shared = letters.shared(shard.ndim, shard.ndim - letters.contracted)
       over = tuple(axis for dim in shared for axis in way.axes[dim])
-      weight = rounding.rounded(shard, shared, over, to, known[MAGNITUDES * number + 1 :][:1])
-      weight = rounding.gathered(weight, way.moves, shared)
+      weight = rounded_to_8_bits(shard, shared, over, to, known[MAGNITUDES * number + 1 :][:1])
+      weight = gathered_in_8_bits(weight, way.moves, shared)
       weights.append(checkpoint_name(weight, GATHERED) if way.moves else weight)
 
     def of(part: tuple[jax.Array, ...]) -> list[jax.Array]:
@@ -224,7 +284,7 @@ class _Calculation:
         of_kernel = collectives.reduce_scatter(of_kernel, axes, dim)
       of_shards.append(of_kernel)
       if self._delayed:
-        wide = gradients[number].astype(rounding.wide(gradients[number]))
+        wide = gradients[number].astype(scale_dtype(gradients[number]))
         seen += self._seen(x, shards[number], wide * self._copies(number), known[0].dtype)
     return of_x, of_shards, seen
 
@@ -245,8 +305,8 @@ class _Calculation:
     contracted, results = self._letters.contracted, []
     for weight in weights:
       last = [range(one.values.ndim - contracted, one.values.ndim) for one in (inputs, weight)]
-      product = rounding.dot(inputs.values, weight.values, last, inputs.scale.dtype)
-      scale = rounding.of_tokens(inputs.scale, product.ndim) * rounding.of_outputs(
+      product = contracted_in_8_bits(inputs.values, weight.values, last, inputs.scale.dtype)
+      scale = scale_of_tokens(inputs.scale, product.ndim) * scale_of_outputs(
         weight.scale, contracted
       )
       results.append((product * scale).astype(dtype))
@@ -261,12 +321,12 @@ class _Calculation:
     """Returns a product's gradient in 8 bits; `also` split it, besides the axes of its outputs."""
     letters = self._letters
     over = letters.over_outputs[number] if self._manual else ()
-    given = gradient.astype(rounding.wide(gradient))
+    given = gradient.astype(scale_dtype(gradient))
     if letters.by_token:
-      given = given * rounding.of_outputs(weight.scale, letters.contracted)
+      given = given * scale_of_outputs(weight.scale, letters.contracted)
     before = [one / self._copies(number) for one in before]
     shared = letters.shared(given.ndim, TOKENS)
-    return rounding.rounded(given, shared, (*over, *also), letters.formats[1], before)
+    return rounded_to_8_bits(given, shared, (*over, *also), letters.formats[1], before)
 
   def _of_all_x(
     self, rounded: Sequence[Rounded], weights: Sequence[Rounded], dtype: jnp.dtype
@@ -311,8 +371,8 @@ class _Calculation:
     of_x = 0.0
     for one, weight in zip(rounded, weights, strict=True):
       outputs, wide = range(TOKENS, one.values.ndim), one.scale.dtype
-      part = rounding.dot(one.values, weight.values, (outputs, range(len(outputs))), wide)
-      part = part * rounding.of_tokens(one.scale, part.ndim)
+      part = contracted_in_8_bits(one.values, weight.values, (outputs, range(len(outputs))), wide)
+      part = part * scale_of_tokens(one.scale, part.ndim)
       of_x = (part if self._letters.by_token else part * weight.scale.reshape(())) + of_x
     return of_x
 
@@ -336,8 +396,8 @@ class _Calculation:
     to, tokens = self._ways[number].gradient_dtype, [range(TOKENS)] * 2
     if self._letters.by_token:
       dequantized = (inputs.values.astype(inputs.scale.dtype) * inputs.scale).astype(gradient.dtype)
-      return rounding.dot(gradient, dequantized, tokens, to, precise=True)
-    of_kernel = rounding.dot(rounded.values, inputs.values, tokens, rounded.scale.dtype)
+      return contracted_in_8_bits(gradient, dequantized, tokens, to, precise=True)
+    of_kernel = contracted_in_8_bits(rounded.values, inputs.values, tokens, rounded.scale.dtype)
     return (of_kernel * (rounded.scale.reshape(()) * inputs.scale.reshape(()))).astype(to)
 
   def _seen(
@@ -347,7 +407,7 @@ class _Calculation:
     seen = jnp.stack([jnp.max(jnp.abs(array)).astype(dtype) for array in (x, shard, gradient)])
     if self._manual:
       axes = tuple(sorted(manual_axes()))
-      seen = rounding.largest_over(seen, axes)
+      seen = largest_over(seen, axes)
       first = jax.lax.axis_index(axes) == 0
       seen = jnp.where(first, seen, jnp.zeros_like(seen))
     return list(seen)

@@ -12,7 +12,9 @@ No token is dropped, whatever the routing, and all shapes are static. Two ways:
 Gates travel with the tokens and are multiplied where the experts are: their gradient then needs
 the experts' results there, and not at the token.
 
-Names carry their dims, see `expert_rows`.
+Names carry their dims: n tokens, k experts of each, A = n k assignments of a token to an expert,
+P devices, C rows of a buffer from one device to another, X rows in order of the experts, E the
+experts of one device.
 """
 
 import dataclasses
@@ -23,22 +25,328 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from partitioning.dtypes import wide_dtype
-from partitioning.parallel import collectives, grouped_matmul
-from partitioning.parallel.expert_rows import (
-  Assignments,
-  Groups,
-  Places,
-  group_of,
-  in_order,
-  rows_in_order,
-  spread,
-  summed,
-  taken,
+from partitioning.parallel import collectives
+
+# ------------------------------ matmuls of groups of rows ------------------------------
+# Each group by a kernel of its own, in order of their groups. Two ways, of which each device has
+# a best one:
+#
+# - `tiles`: a loop over tiles of rows, each of one group. Exact FLOPs on every platform.
+# - `ragged`: `jax.lax.ragged_dot`. On TPUs it is a grouped kernel; XLA for CPUs and GPUs multiplies
+#   all rows by all kernels (jax 0.10.2, 0.12.0). Its weight gradient is multiplied so on TPUs too
+#   with jax 0.10.2; there it is the `tgmm` of JAX's megablox (arXiv:2211.15841 for the method).
+#
+# Rows past the last group belong to nobody. A kernel may leave anything in their results: they are
+# masked, both where rows enter a kernel and where they leave it.
+
+TILES, RAGGED = "tiles", "ragged"
+WAYS = (TILES, RAGGED)
+# jax versions whose compiler for TPUs has a grouped kernel for the weight gradient of ragged_dot.
+_GROUPED_GRADIENT = (0, 12)
+_MEGABLOX_TILES = (512, 512, 512)  # rows, inputs, outputs; fewer where a dim is smaller
+_LANES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+  """How groups of rows are multiplied.
+
+  Attributes:
+    name: one of WAYS.
+    tile: rows of a tile; each group starts at a multiple of it. 1 for `ragged`.
+    interpret: run Pallas kernels by their interpreter, and on all platforms: for tests.
+  """
+
+  name: str
+  tile: int = 1
+  interpret: bool = False
+
+
+def way(name: str, rows: int, groups: int, most: int) -> Way:
+  """Returns how to multiply, with tiles that fit groups of about the mean size.
+
+  Args:
+    name: one of WAYS.
+    rows: of all groups together.
+    groups: their number.
+    most: the largest tile, a power of two.
+  """
+  if name == RAGGED:
+    return Way(RAGGED)
+  tile = 8
+  while tile < most and 2 * tile * groups <= rows:
+    tile *= 2
+  return Way(TILES, tile)
+
+
+def padded_rows(rows: int, groups: int, how: Way) -> int:
+  """Returns the rows of a buffer that has space for `rows` rows in groups of any sizes."""
+  if how.tile == 1:
+    return rows
+  most = min(groups, rows)  # groups that are not empty, each with a tile that is not full
+  return -(-rows // how.tile) * how.tile + most * how.tile
+
+
+def starts(sizes_E: Int[Array, " E"], how: Way) -> Int[Array, " E+1"]:
+  """Returns the first row of each group in the buffer, and the end of the last."""
+  ends_E = _tiles_of(sizes_E, how.tile) * how.tile
+  return jnp.concatenate([jnp.zeros((1,), jnp.int32), ends_E])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_matmul(
+  x_XA: Float[Array, "X A"],
+  kernels_EAB: Float[Array, "E A B"],
+  sizes_E: Int[Array, " E"],
+  how: Way,
+) -> Float[Array, "X B"]:
+  """Returns each row times the kernel of its group; rows of no group give 0.
+
+  Args:
+    x_XA: rows; group g has those from `starts(sizes_E, how)[g]` on. Of rows that belong to no
+      group, only those between two groups have to be finite.
+    kernels_EAB: of the groups, in the dtype of the rows.
+    sizes_E: int32, rows of each group.
+    how: the way; it sets where groups start.
+  """
+  return _product(x_XA, kernels_EAB, sizes_E, how, transposed=False)
+
+
+def _forward(x_XA, kernels_EAB, sizes_E, how: Way):
+  return grouped_matmul(x_XA, kernels_EAB, sizes_E, how), (x_XA, kernels_EAB, sizes_E)
+
+
+def _backward(how: Way, kept, dy_XB):
+  x_XA, kernels_EAB, sizes_E = kept
+  dx_XA = _product(dy_XB, kernels_EAB, sizes_E, how, transposed=True)
+  return dx_XA, _weight_gradient(x_XA, dy_XB, sizes_E, how).astype(kernels_EAB.dtype), None
+
+
+grouped_matmul.defvjp(_forward, _backward)
+
+
+def _product(x_XA, kernels_EAB, sizes_E, how: Way, *, transposed: bool):
+  """Returns the products of rows and kernels, or of rows and transposed kernels."""
+  if how.name == TILES:
+    return _tile_product(x_XA, kernels_EAB, sizes_E, how.tile, transposed=transposed)
+  used_X1 = _used(x_XA.shape[0], sizes_E)
+  kernels = jnp.swapaxes(kernels_EAB, 1, 2) if transposed else kernels_EAB
+  y = jax.lax.ragged_dot(jnp.where(used_X1, x_XA, jnp.zeros_like(x_XA)), kernels, sizes_E)
+  return jnp.where(used_X1, y, jnp.zeros_like(y))
+
+
+def _used(rows: int, sizes_E):
+  """Returns which rows belong to a group, where groups follow each other without gaps."""
+  return (jnp.arange(rows, dtype=jnp.int32) < jnp.sum(sizes_E, dtype=jnp.int32))[:, None]
+
+
+def _tiles_of(sizes_E, tile: int):
+  """Returns the tile after each group's last."""
+  return jnp.cumsum((sizes_E + (tile - 1)) // tile, dtype=jnp.int32)
+
+
+def _tile_product(x_XA, kernels_EAB, sizes_E, tile: int, *, transposed: bool):
+  ends_E = _tiles_of(sizes_E, tile)
+  contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+  outputs = kernels_EAB.shape[1 if transposed else 2]
+
+  def multiply(number, y):
+    group = jnp.searchsorted(ends_E, number, side="right")
+    kernel = jax.lax.dynamic_index_in_dim(kernels_EAB, group, keepdims=False)
+    rows = jax.lax.dynamic_slice_in_dim(x_XA, number * tile, tile)
+    product = jax.lax.dot_general(rows, kernel, contracted)
+    return jax.lax.dynamic_update_slice_in_dim(y, product, number * tile, 0)
+
+  first = jnp.zeros((x_XA.shape[0], outputs), x_XA.dtype)
+  return jax.lax.fori_loop(0, ends_E[-1], multiply, first)
+
+
+def _weight_gradient(x_XA, dy_XB, sizes_E, how: Way):
+  """Returns the gradient of the kernels, added up in float32 or wider."""
+  wide = wide_dtype(x_XA.dtype)
+  if how.name == TILES:
+    return _tile_weight_gradient(x_XA, dy_XB, sizes_E, how.tile, wide)
+  used_X1 = _used(x_XA.shape[0], sizes_E)
+  x_XA, dy_XB = (jnp.where(used_X1, rows, jnp.zeros_like(rows)) for rows in (x_XA, dy_XB))
+  if how.interpret:
+    return _megablox(x_XA, dy_XB, sizes_E, interpret=True)
+  version = tuple(int(part) for part in jax.__version__.split(".")[:2])
+  if version >= _GROUPED_GRADIENT or wide != jnp.float32:
+    return _ragged_weight_gradient(x_XA, dy_XB, sizes_E)
+  return jax.lax.platform_dependent(
+    *(x_XA, dy_XB, sizes_E), tpu=_megablox, default=_ragged_weight_gradient
+  )
+
+
+def _tile_weight_gradient(x_XA, dy_XB, sizes_E, tile: int, wide):
+  ends_E = _tiles_of(sizes_E, tile)
+  rows = (((0,), (0,)), ((), ()))
+
+  def add(number, total_EAB):
+    group = jnp.searchsorted(ends_E, number, side="right")
+    x, dy = (jax.lax.dynamic_slice_in_dim(x, number * tile, tile) for x in (x_XA, dy_XB))
+    product = jax.lax.dot_general(x, dy, rows, preferred_element_type=wide)
+    return total_EAB.at[group].add(product)
+
+  shape = (sizes_E.shape[0], x_XA.shape[1], dy_XB.shape[1])
+  return jax.lax.fori_loop(0, ends_E[-1], add, jnp.zeros(shape, wide))
+
+
+def _ragged_weight_gradient(x_XA, dy_XB, sizes_E):
+  dims = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=(0,),
+    rhs_group_dimensions=(),
+  )
+  wide = wide_dtype(x_XA.dtype)
+  return jax.lax.ragged_dot_general(x_XA, dy_XB, sizes_E, dims, preferred_element_type=wide)
+
+
+def _megablox(x_XA, dy_XB, sizes_E, *, interpret: bool = False):
+  """Returns the weight gradient by megablox, which takes only full tiles of rows."""
+  # Here: importing Pallas for TPUs takes a while, and other platforms do without.
+  from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+  tiles = [
+    min(most, -(-size // _LANES) * _LANES)
+    for most, size in zip(_MEGABLOX_TILES, (*x_XA.shape, dy_XB.shape[1]), strict=True)
+  ]
+  more = -x_XA.shape[0] % tiles[0]
+  x_XA, dy_XB = (jnp.pad(rows, ((0, more), (0, 0))) for rows in (x_XA, dy_XB))
+  arguments = x_XA.swapaxes(0, 1), dy_XB, sizes_E, jnp.float32, tuple(tiles)
+  # The library relies on implicit promotion, which is off in the tests.
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    return tgmm(*arguments, interpret=interpret)
+
+
+# ------------------------------ rows in order of their experts ------------------------------
+# Rows are moved by gathers only, and a gather's gradient is a gather by the inverse: a scatter of
+# rows takes the compiler for TPUs 20 times as long (jax 0.10.2).
+
+
+class Places(NamedTuple):
+  """Where each row comes from: indices, and which of them there are."""
+
+  index: Int[Array, "..."]
+  there: Bool[Array, "..."]
+
+
+class Groups(NamedTuple):
+  """The rows of each expert, and the expert of each row.
+
+  Attributes:
+    sizes_E: int32, how many rows an expert has.
+    expert_X: int32, of each row; E for a row of no expert.
+  """
+
+  sizes_E: Int[Array, " E"]
+  expert_X: Int[Array, " X"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignments:
+  """Assignments of tokens to experts, in order of the experts.
+
+  Attributes:
+    order_A: which assignment each is, of token `order_A // k`.
+    inverse_A: its place in that order.
+    starts_E1: the first of each expert, and the number of all.
+  """
+
+  order_A: Int[Array, " A"]
+  inverse_A: Int[Array, " A"]
+  starts_E1: Int[Array, " E+1"]
+
+  @property
+  def counts(self) -> Int[Array, " E"]:
+    """The assignments of each expert."""
+    return jnp.diff(self.starts_E1)
+
+
+def in_order(experts_A: Int[Array, " A"], experts: int) -> Assignments:
+  """Returns assignments in order of the experts; those of others than 0 to `experts` - 1 are last.
+
+  Args:
+    experts_A: int32, of each assignment.
+    experts: their number.
+  """
+  number_A = jnp.arange(experts_A.shape[0], dtype=jnp.int32)
+  mine_A = (experts_A >= 0) & (experts_A < experts)
+  sorted_A, order_A = jax.lax.sort((jnp.where(mine_A, experts_A, experts), number_A), num_keys=1)
+  _, inverse_A = jax.lax.sort((order_A, number_A), num_keys=1)
+  every_E1 = jnp.arange(experts + 1, dtype=jnp.int32)
+  starts_E1 = jnp.searchsorted(sorted_A, every_E1, side="left").astype(jnp.int32)
+  return Assignments(order_A, inverse_A, starts_E1)
+
+
+def group_of(ends_E: Int[Array, " E"], places: Int[Array, "*X"]) -> Int[Array, "*X"]:
+  """Returns the group of each place, the number of groups for one past the last."""
+  ends = ends_E.reshape((1,) * places.ndim + (-1,))
+  return jnp.sum(places[..., None] >= ends, axis=-1, dtype=jnp.int32)
+
+
+def rows_in_order(
+  counts_E: Int[Array, " E"], rows: int, how: Way
+) -> tuple[Groups, Int[Array, " X"], Bool[Array, " X"], Int[Array, " E+1"]]:
+  """Returns the groups of a buffer, each row's place in its group, whether it is used, the starts.
+
+  Args:
+    counts_E: int32, the rows of each expert.
+    rows: the most that all together can be.
+    how: they are multiplied, which sets where groups start.
+  """
+  starts_E1 = starts(counts_E, how)
+  place_X = jnp.arange(padded_rows(rows, counts_E.shape[0], how), dtype=jnp.int32)
+  expert_X = group_of(starts_E1[1:], place_X)
+  within_X = place_X - starts_E1[expert_X]
+  used_X = within_X < jnp.append(counts_E, 0)[expert_X]
+  experts = jnp.asarray(counts_E.shape[0], jnp.int32)
+  return Groups(counts_E, jnp.where(used_X, expert_X, experts)), within_X, used_X, starts_E1
+
+
+def taken(x: jax.Array, places: Places) -> jax.Array:
+  """Returns rows of x [R, *D], 0 where there is none: [*places, *D]."""
+  index = jnp.where(places.there, places.index, jnp.zeros_like(places.index))
+  there = places.there.reshape(*places.there.shape, *(1,) * (x.ndim - 1))
+  found = jnp.take(x, index, axis=0, mode="clip")
+  return jnp.where(there, found, jnp.zeros_like(found))
+
+
+@jax.custom_vjp
+def spread(x_nD: Float[Array, "n ..."], to_X: Places, back_nk: Places) -> Float[Array, "X ..."]:
+  """Returns rows of x in another order, each up to k times; its transpose is `summed`.
+
+  Args:
+    x_nD: rows.
+    to_X: the row of x that each result is.
+    back_nk: the results that each row of x has become.
+  """
+  del back_nk
+  return taken(x_nD, to_X)
+
+
+@jax.custom_vjp
+def summed(y_XD: Float[Array, "X ..."], to_X: Places, back_nk: Places) -> Float[Array, "n ..."]:
+  """Returns for each of n rows the sum of its k rows of y; the transpose of `spread`."""
+  del to_X
+  wide = wide_dtype(y_XD.dtype)
+  return jnp.sum(taken(y_XD, back_nk).astype(wide), axis=1).astype(y_XD.dtype)
+
+
+spread.defvjp(
+  lambda x_nD, *places: (spread(x_nD, *places), places),
+  lambda places, dy_XD: (summed(dy_XD, *places), None, None),
 )
-from partitioning.parallel.grouped_matmul import Way
+summed.defvjp(
+  lambda y_XD, *places: (summed(y_XD, *places), places),
+  lambda places, dx_nD: (spread(dx_nD, *places), None, None),
+)
+
+
+# ------------------------------ the exchange ------------------------------
 
 ROUNDS, GATHERED = "rounds", "gathered"
 EXCHANGES = (ROUNDS, GATHERED)
@@ -73,7 +381,7 @@ class Exchange:
     experts: E, those of one device.
     capacity: rows of a buffer between two devices, relative to the mean.
     compute: multiplies rows by the kernels of their experts.
-    way: one of `grouped_matmul.WAYS`.
+    way: one of `WAYS`.
     largest_tile: of rows, a power of two.
     filler: what is in rows of a buffer that no token needs; for tests.
   """
@@ -90,7 +398,7 @@ class Exchange:
 
   def how(self, rows: int) -> Way:
     """Returns how so many rows are multiplied."""
-    return grouped_matmul.way(self.way, rows, self.experts, self.largest_tile)
+    return way(self.way, rows, self.experts, self.largest_tile)
 
   def most(self, rows: int, k: int) -> int:
     """Returns how many assignments of `rows` tokens one device's experts can have."""

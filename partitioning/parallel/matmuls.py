@@ -21,14 +21,14 @@ Letters are those of the model's legend; the caller says which ones the residual
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 
 from partitioning.constraints import automatic_layout
 from partitioning.dtypes import wide_dtype
-from partitioning.parallel import collective_matmul, collectives
-from partitioning.parallel.eight_bit import Products
+from partitioning.parallel import collectives
 from partitioning.parallel.sharded_function import (
   SEQUENCE_DIM,
   Residual,
@@ -62,6 +62,21 @@ class LowRank:
   def rank(self) -> str:
     """Returns the letter of the rank."""
     return self.letters_b[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class EightBit:
+  """How to multiply by a weight in 8 bits, which `weight.eight_bit()` returns where it is so.
+
+  Attributes:
+    dtype: int8 or float8.
+    known: delayed scaling (float8): the largest magnitudes of earlier steps, scalars: of inputs,
+      kernel and gradients, 0 where none is known yet. Their cotangents are the magnitudes of this
+      step. (): current scaling, by the arrays' own.
+  """
+
+  dtype: str
+  known: tuple[jax.Array, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +131,7 @@ def column_parallel(
       gathered = sequence if manual else ()
       results = in_8_bits(manual, x, kernels, scalars, gathered, ring=bool(ring))
     elif manual and ring:
-      results = collective_matmul.gathered(updated, sequence, x, *operands)
+      results = _rings().gathered(updated, sequence, x, *operands)
     else:
       if manual and sequence:
         x = collectives.all_gather(x, sequence, SEQUENCE_DIM)
@@ -174,7 +189,7 @@ def row_parallel(
     if manual and ring and in_8_bits:
       return in_8_bits(manual, x, [kernel], scalars, scattered=sequence)
     if manual and ring:
-      return [collective_matmul.scattered(updated, sequence, x, kernel, *operands)]
+      return [_rings().scattered(updated, sequence, x, kernel, *operands)]
     [out] = in_8_bits(manual, x, [kernel], scalars) if in_8_bits else plain(x, kernel)
     [out] = updates.added([out], x_letters, [residual.inside], x, operands)
     return [reduce_partial(out, axes, sequence) if manual else out]
@@ -250,11 +265,7 @@ def in_one_ring(weights: Sequence[Weight], down: Weight, residual: Residual) -> 
     residual: the residual's letters.
   """
   sequence, every = sequence_axes(residual), (*weights, down)
-  plain = not any(
-    hasattr(one, kind) and getattr(one, kind)() is not None
-    for one in every
-    for kind in ("low_rank", "eight_bit")
-  )
+  plain = all(one.low_rank() is None and one.eight_bit() is None for one in every)
   summed = split_over(down.letters.replace(residual.width, ""))
   return bool(_as_ring() and sequence == summed and not split_over(residual.width) and plain)
 
@@ -290,7 +301,7 @@ def feedforward(
 
   def matmuls(manual: bool, x: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
     if manual:
-      return [collective_matmul.through(all_of, sequence, x, *kernels)]
+      return [_rings().through(all_of, sequence, x, *kernels)]
     return [all_of(x, *kernels)]
 
   sequence = sequence_axes(residual)
@@ -317,13 +328,21 @@ def _as_ring() -> bool:
   return automatic_layout()[0].collective_matmul
 
 
+def _rings() -> ModuleType:
+  from partitioning.parallel import collective_matmul  # where it is chosen
+
+  return collective_matmul
+
+
 def _eight_bit(
   weights: Sequence[Weight], x: str, stored_x: str, outputs: Sequence[str]
-) -> tuple[Products | None, list[jax.Array]]:
+) -> tuple[Callable | None, list[jax.Array]]:
   """Returns the products in 8 bits, where the weights are multiplied so, and what is `known`."""
-  found = [weight.eight_bit() if hasattr(weight, "eight_bit") else None for weight in weights]
+  found = [weight.eight_bit() for weight in weights]
   if found[0] is None:
     return None, []
+  from partitioning.parallel.eight_bit import Products  # where it is chosen
+
   known = [one for weight in found for one in weight.known]
   return Products(found[0].dtype, x, stored_x, outputs), known
 
@@ -340,7 +359,7 @@ class _Updates:
   """
 
   def __init__(self, weights: Sequence[Weight], dropped: Dropped | None, residual: Residual):
-    found = [weight.low_rank() if hasattr(weight, "low_rank") else None for weight in weights]
+    found = [weight.low_rank() for weight in weights]
     self._of = [(number, update) for number, update in enumerate(found) if update is not None]
     self._dropped, self._tokens = dropped if self._of else None, residual.tokens
     updates = [update for _, update in self._of]

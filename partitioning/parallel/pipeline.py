@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from partitioning.constraints import constrain
+from partitioning.constraints import automatic_layout, constrain
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel.pipeline_schedule import GPIPE, STAGE, Schedule
 
@@ -162,17 +162,6 @@ class Network(Protocol):
     """Returns sums over the microbatch, LOSS among them, of what the last layer has returned."""
 
 
-class Plan(Protocol):
-  """What a stage knows of its pipeline; see `pipeline.Pipeline`."""
-
-  schedule: Schedule
-  network: Network
-  layers: int
-  stacked: Callable[[str], bool]
-  laid_out: Callable[[Params], Params]
-  conditional: bool
-
-
 def _where(condition: jax.Array, tree: Any) -> Any:
   """Returns a tree of arrays, or of zeros where the condition is False."""
   return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), tree)
@@ -194,7 +183,7 @@ def _at(tree: Any, number: jax.Array) -> Any:
 class Stage:
   """One stage's part of a step, inside the region."""
 
-  def __init__(self, pipeline: Plan, trained: Params, frozen: Params, inputs: Any):
+  def __init__(self, pipeline: "Pipeline", trained: Params, frozen: Params, inputs: Any):
     self.pipeline, self.schedule, self.network = pipeline, pipeline.schedule, pipeline.network
     self.trained, self.frozen, self.inputs = trained, frozen, inputs
     self.layers = pipeline.layers // (self.schedule.stages * self.schedule.chunks)
@@ -570,3 +559,57 @@ class Pipeline:
 
 def _summed(tree: Any) -> Any:
   return jax.tree.map(lambda x: jax.lax.psum(x, STAGE), tree)
+
+
+# ------------------------------ without a schedule ------------------------------
+
+
+def relayed(
+  function: Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, Any]],
+  stacked: Any,
+  x: jax.Array,
+  others: Any,
+  letters: str,
+) -> tuple[jax.Array, Any]:
+  """Runs a function on one stage after another: what has no schedule, such as generating text.
+
+  Each stage's layers run where they are stored. While one stage computes, the others wait.
+
+  Args:
+    function: takes a stage's part of `stacked`, what the stage before returned, `others`, and the
+      stage's number; returns what the next stage is given, and a tree of arrays with the stage's
+      layers as their first dim.
+    stacked: a tree of arrays with the layers as their first dim, which the stages divide.
+    x: what the first stage is given.
+    others: a tree of arrays.
+    letters: of x.
+
+  Returns:
+    What the last stage returned; the trees of all layers.
+  """
+  count = automatic_layout()[1][STAGE]
+  ring = [(one, (one + 1) % count) for one in range(count)]
+
+  def on_stage(stacked: Any, x: jax.Array, others: Any) -> tuple[jax.Array, Any]:
+    number = jax.lax.axis_index(STAGE)
+
+    def hop(carry: Any, turn: jax.Array) -> tuple[Any, None]:
+      x, found = carry
+      y, new = function(stacked, x, others, number)
+      found = jax.tree.map(lambda a, b: jnp.where(turn == number, a, b), new, found)
+      return (jax.lax.ppermute(constrain(y, letters), STAGE, ring), found), None
+
+    shapes = jax.eval_shape(function, stacked, x, others, number)[1]
+    none = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
+    (x, found), _ = jax.lax.scan(hop, (x, none), jnp.arange(count, dtype=jnp.int32))
+    return x[None], found  # after all hops what the last stage returned is with the first
+
+  region = jax.shard_map(
+    on_stage,
+    in_specs=(PartitionSpec(STAGE), PartitionSpec(), PartitionSpec()),
+    out_specs=(PartitionSpec(STAGE), PartitionSpec(STAGE)),
+    axis_names={STAGE},
+    check_vma=False,
+  )
+  x, found = region(stacked, x, others)
+  return constrain(x[0], letters), found

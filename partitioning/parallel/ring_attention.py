@@ -22,8 +22,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from partitioning import constraints
-from partitioning.constraints import automatic_layout, current_layout, manual_axes, tie_to
-from partitioning.dims import Axes, partition_spec, resolve, spec_entries
+from partitioning.constraints import (
+  automatic_layout,
+  axes_splitting,
+  current_layout,
+  manual_axes,
+  tie_to,
+)
+from partitioning.dims import Axes, axes_size, partition_spec, resolve, spec_entries
 from partitioning.parallel import attention_blocks, collectives, splash_kernel
 from partitioning.parallel.attention_blocks import Blocks, Keys, Queries
 from partitioning.parallel.manual_region import manual_region
@@ -34,16 +40,9 @@ from partitioning.parallel.splash_kernel import SplashBlocks
 OPERATIONS_PER_BYTE = 2500
 
 
-def sequence_axes(letter: str) -> Axes:
-  """Returns the axes larger than 1 that split the sequence (this letter) inside a block."""
-  layout, sizes = current_layout("attention")
-  return tuple(axis for axis in layout.table[layout.legend[letter].name] if sizes[axis] > 1)
-
-
 def ring_size(letter: str) -> int:
   """Returns the number of devices in the ring, 1 where the sequence is not split."""
-  _, sizes = current_layout("ring attention")
-  return int(np.prod([sizes[axis] for axis in sequence_axes(letter)], dtype=int))
+  return axes_size(axes_splitting(letter), current_layout("ring attention")[1])
 
 
 def prefer_ring(length: int, count: int, queries: int, keys: int) -> bool:
@@ -149,7 +148,7 @@ def ring_attention(
   """
   layout, sizes = automatic_layout("ring attention")
   of_queries, of_keys, of_values = letters
-  around = sequence_axes(of_queries[1])
+  around = axes_splitting(of_queries[1])
   assert not manual_axes() & {*around}, around
   named = (of_queries, q_BTNH), (of_keys, k_BTKH), (of_values, v_BTKU)
   named += ((of_queries[:2], q_BTNH[..., 0, 0]),)

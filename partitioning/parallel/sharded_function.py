@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,12 @@ class Weight(Protocol):
 
   def effective_kernel(self) -> jax.Array:
     """Returns the array to multiply by, in the dtype in which it is stored."""
+
+  def low_rank(self) -> Any:
+    """Returns `matmuls.LowRank`, what is added to the products; None: nothing is."""
+
+  def eight_bit(self) -> Any:
+    """Returns `matmuls.EightBit`; None: the products are in the compute dtype."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from partitioning.parallel.attention_blocks import Keys, Queries, Saved, Softmax
+from partitioning.parallel.attention_blocks import Keys, Queries, Saved, Softmax, by_kind
 
 LANES = 128  # lengths are multiples
 
@@ -220,11 +220,6 @@ class SplashBlocks:
   block: int
   dtype: Any = jnp.float32
 
-  def each(self, kind: jax.Array | None, function: Callable, *given: Any) -> Any:
-    """Returns function(window, *given) with the window of a layer's kind."""
-    ways = [functools.partial(function, window) for window in self.windows]
-    return ways[0](*given) if kind is None else jax.lax.switch(kind, ways, *given)
-
   def parts(
     self, window: int | None, queries: Queries, keys: Keys, every: bool
   ) -> Iterator[tuple[Kernel, slice, jax.Array | None]]:
@@ -280,7 +275,7 @@ def add_keys(
       total = _sum(total, part)
     return total
 
-  return how.each(kind, added, total, queries, keys)
+  return by_kind(how.windows, kind, added, total, queries, keys)
 
 
 def _sum(one: Softmax, other: Softmax) -> Softmax:
@@ -327,7 +322,7 @@ def add_gradients(
       )
     return d_q, d_k, d_v
 
-  return how.each(kind, added, totals, given, queries, keys)
+  return by_kind(how.windows, kind, added, totals, given, queries, keys)
 
 
 def _arrays(queries: Queries, keys: Keys, columns: slice) -> tuple:

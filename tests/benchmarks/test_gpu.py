@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import gpu, gpu_ours, gpu_protocol
+from benchmarks import gpu, gpu_protocol
 from partitioning.mesh_sizes import AXES
 from partitioning.rules import named_leaves
 from runtime.devices import Devices
@@ -28,9 +28,9 @@ def test_each_parameter_has_its_place_in_pytorch_and_the_same_decay(name):
   more = {"model.max_positions": 8, "model.kv_heads": 4} if model.family == "gpt2" else {}
   recipe = f"model={model.preset},data=python_source"
   one = Devices("cpu", simulated=True, sizes=dict.fromkeys(AXES, 1))
-  job = gpu_ours.prepare(recipe, {**model.overrides, **SMALL, **more}, one)
+  job = gpu.prepare(recipe, {**model.overrides, **SMALL, **more}, one)
   leaves = named_leaves(job.state.params)
-  places = gpu_protocol.torch_names(gpu_ours.sizes(job, model.family))
+  places = gpu_protocol.torch_names(gpu.sizes(job, model.family))
   taken = [(file.replace(".", "/"), layer) for file, layer, _ in places.values()]
   there = {
     (leaf, layer)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import gpu_ours, gpu_protocol, nanogpt_cpu
+from benchmarks import gpu, gpu_protocol, nanogpt_cpu
 from partitioning.mesh_sizes import AXES
 from partitioning.rules import named_leaves
 from runtime.devices import Devices
@@ -13,8 +13,8 @@ from runtime.devices import Devices
 def test_each_parameter_has_its_place_in_pytorch(name, tmp_path):
   told = nanogpt_cpu.job(name, tmp_path, "", 10)
   one = Devices("cpu", simulated=True, sizes=dict.fromkeys(AXES, 1))
-  job = gpu_ours.prepare(told["recipe"], told["overrides"], one)
-  places = gpu_protocol.torch_names(gpu_ours.sizes(job, told["family"])).values()
+  job = gpu.prepare(told["recipe"], told["overrides"], one)
+  places = gpu_protocol.torch_names(gpu.sizes(job, told["family"])).values()
   taken = [(file.replace(".", "/"), layer) for file, layer, _ in places]
   there = {
     (leaf, layer)

@@ -17,7 +17,8 @@ from interop import hf_config, safetensors_file
 from tests.helpers.jobs import make_job
 from tests.interop import folders
 from tests.training.checkpointing import plain
-from training import base_parameters, restore
+from training import restore
+from training.base_parameters import ParameterReader
 from training.checkpointing import resume_policy
 from training.checkpointing.checkpointer import Checkpointer
 
@@ -103,7 +104,7 @@ def tuned(tmp_path_factory):
   )
   record = {"versions": {}, "data": {"name": "rows", "rows": ""}, **base.record()}
   with Checkpointer(epath.Path(workdir) / "checkpoints") as checkpoints:
-    part = base_parameters.trained_part(job, state)
+    part = ParameterReader(job).trained_part(state)
     checkpoints.save(4, part, config=resume_policy.plain(job.config), record=record)
   return workdir
 

@@ -2,7 +2,7 @@
 
 import functools
 
-from processes.preflight import NotComeError
+from processes.coordination import NotTogetherError
 from tests.helpers.jobs import make_job
 from tests.processes.stores import groups_of, together
 from training.splits import sharing
@@ -23,5 +23,5 @@ def test_one_that_has_not_come_is_named():
   job = make_job("single", "mlp", **{"processes.start_timeout_seconds": 1})
   first, _, third = groups_of(3)
   for error in together(*(lambda g=g: sharing(job, g).gather({}) for g in (first, third))):
-    assert isinstance(error, NotComeError)
+    assert isinstance(error, NotTogetherError)
     assert str(error) == "process 1 of 3 has not reached 'reading all rows' within 1 s"

@@ -183,7 +183,7 @@ def _digests() -> list[list[str]]:
   """Returns the SHA-256 of the rows of each batch that a run may come to."""
   config = base.get_config("mlp")
   config.data.input_size, config.data.target_size = 64, 10
-  source = open_source(read_as(config), config.data.train_split, 0)
+  source = open_source(read_as(config.data, config.task), config.data.train_split, 0)
   batches = TrainingBatches(source, global_batch_size=BATCH, seed=0)
   rows = source.read(np.concatenate([batches.row_ids(batch) for batch in range(STEPS + 2)]))
   digests = [hashlib.sha256(row.tobytes()).hexdigest() for row in rows["inputs"]]

@@ -1,15 +1,17 @@
-"""Conversations: the replies are those of the rendered text without a cache; where turns end."""
+"""Prompts in turn as a sampler continues them, on a mesh, with the programs compiled once; and
+conversations: the replies are those of the rendered text without a cache; where turns end.
+"""
 
+import dataclasses
 import json
 
 import pytest
 import tokenizers
 
-from inference import cached_sampler
 from inference import chat as chats
-from inference.chat import Chat, Held, ends
-from inference.request import Request
-from inference.sampler import Sampler
+from inference.chat import Chat, Continuation, Held, ends
+from inference.request import Request, text_spec
+from inference.sampler import Sampler, TrainedModel
 from input_pipeline.text import chat_template, tokenizer
 from input_pipeline.text.tokenizer import ByteTokenizer
 from tests.helpers.jobs import first_state, make_job
@@ -57,10 +59,10 @@ def continued(made):
 
 
 def test_replies_are_those_of_the_rendered_text_without_a_cache(made, continued, monkeypatch):
-  monkeypatch.setattr(cached_sampler, "PIECE", 4)  # so that a prompt is read in several pieces
+  monkeypatch.setattr(chats, "PIECE", 4)  # so that a prompt is read in several pieces
   template, params = made
   job = template("&&&&")
-  chat, written = Chat(job, params, GREEDY, system="00"), []
+  chat, written = Chat(TrainedModel(job, params), GREEDY, system="00"), []
   first = chat.reply("123456", written.append)
   assert first == "".join(written) == continued("%00%<123456*$")
   second = chat.reply("7", written.append)
@@ -99,9 +101,9 @@ def test_a_chat_without_a_template_is_refused(made):
   with job.config.unlocked():
     job.config.data.chat_template = ""
   with pytest.raises(ValueError, match=r"--chat: .*bytes has no chat template"):
-    chats.prepare(job.config, GREEDY)
+    chats.prepare(text_spec(job.config), GREEDY)
   with pytest.raises(ValueError, match="max_new_tokens=-1"):
-    chats.prepare(made[0]("!").config, Request((), max_new_tokens=-1))
+    chats.prepare(text_spec(made[0]("!").config), Request((), max_new_tokens=-1))
 
 
 # ---- What ends a turn ----
@@ -147,3 +149,54 @@ def test_what_may_begin_an_end_is_held_back():
   held = Held(("<end>",), written.append)
   held.add("at the end <e")
   assert held.close() == "at the end <e"
+
+
+# ---- Prompts in turn ----
+
+SETTINGS = Request((), max_new_tokens=9, temperature=1.0, seed=5)
+PROMPT = "0123456"
+
+
+@pytest.fixture(scope="module")
+def model(made):
+  template, params = made
+  return TrainedModel(template("!"), params)
+
+
+@pytest.fixture(scope="module")
+def continuation(model):
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(chats, "PIECE", 4)  # a prompt is read in several pieces
+    yield Continuation(model, SETTINGS)
+
+
+def test_the_first_is_what_a_sampler_draws_and_the_next_by_the_next_seed(model, continuation):
+  written = []
+  found = [continuation(PROMPT, written.append), continuation(PROMPT[:3], written.append)]
+  sampler = Sampler(model.job, dataclasses.replace(SETTINGS, prompts=(PROMPT,)))
+  for drawn, prompt, seed in zip(found, (PROMPT, PROMPT[:3]), (5, 6), strict=True):
+    request = dataclasses.replace(SETTINGS, prompts=(prompt,), seed=seed)
+    assert sampler(model.params, request) == [drawn]
+  assert found[0] != found[1]
+  assert "".join(written) == "".join(one.decode(errors="replace") for one in found)
+  assert continuation.pace.tokens == sampler.pace.tokens == 9
+
+
+def test_a_text_ends_by_a_cut_at_a_stop_text_and_where_the_row_is_full(continuation):
+  assert len(continuation(PROMPT, lambda text: None, lambda: True)) == 1
+  assert continuation.pace.tokens == 1
+  continuation.settings = dataclasses.replace(SETTINGS, max_new_tokens=1000, temperature=0.0)
+  drawn = continuation(PROMPT, lambda text: None)
+  assert len(drawn) == 40 - len(PROMPT) + 1
+  stop = drawn[3:5].decode(errors="replace")
+  continuation.settings = dataclasses.replace(continuation.settings, stop=(stop,))
+  assert continuation(PROMPT, lambda text: None) == drawn[: drawn.find(stop.encode()) + 2]
+
+
+def test_what_does_not_fit_is_refused(model, continuation):
+  with pytest.raises(ValueError, match=r"40 tokens long.*data.sequence_length=40; shorten"):
+    continuation("0" * 40, print)
+  with pytest.raises(ValueError, match="the prompt has token 122; the model knows those below 61"):
+    continuation("z", print)
+  with pytest.raises(ValueError, match="top_k=-1"):
+    Continuation(model, dataclasses.replace(SETTINGS, top_k=-1))

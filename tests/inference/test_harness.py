@@ -12,6 +12,7 @@ import types
 import pytest
 
 from inference import harness
+from inference.sampler import TrainedModel
 from inference.scoring import Scorer, pair
 from input_pipeline.text.tokenizer import ByteTokenizer
 from tests.helpers.jobs import first_state, make_job
@@ -80,7 +81,7 @@ def made(tmp_path_factory):
 def test_log_likelihoods(made):
   job, params, model = made
   pairs = [("1+1:", " 2"), ("", "17"), ("0" * 50, "123")]
-  expected = Scorer(job, params)(
+  expected = Scorer(TrainedModel(job, params))(
     [pair(ByteTokenizer(), *one, begin=False, length=32) for one in pairs]
   )
   found = model.loglikelihood(requests(*pairs), disable_tqdm=True)

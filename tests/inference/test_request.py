@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from inference import request as requests
-from inference.request import Request, check, encoded, first_words
+from inference.request import Request, check, first_words, text_spec
 from input_pipeline.text.tokenizer import ByteTokenizer
 from tests.helpers.jobs import make_job
 
@@ -33,7 +33,7 @@ def config_of(monkeypatch, tokenizer=None, **data):
 
 
 def tokens(config, *prompts):
-  return [ids.tolist() for ids in encoded(config, Request(prompts))]
+  return [ids.tolist() for ids in text_spec(config).encoded(prompts)]
 
 
 def test_bytes_are_tokens_and_an_empty_prompt_begins_a_document(monkeypatch):
@@ -53,12 +53,12 @@ def test_a_model_of_packed_documents_has_the_start_before_each_prompt(monkeypatc
 def test_a_prompt_that_the_tokenizer_cannot_read_is_named(monkeypatch):
   config = config_of(monkeypatch, Upper(has_bos=False))
   with pytest.raises(ValueError, match=r"(?s)sampling is refused.*prompt 2: .*can't decode"):
-    check(config, Request(("ab", b"\xff"), max_new_tokens=1))
+    check(text_spec(config), Request(("ab", b"\xff"), max_new_tokens=1))
 
 
 def test_only_tokens_that_stand_for_something_are_drawn(monkeypatch):
-  assert requests.drawable(config_of(monkeypatch)) == 256
-  assert requests.drawable(config_of(monkeypatch, Upper(has_bos=False))) == 128
+  assert text_spec(config_of(monkeypatch)).drawable == 256
+  assert text_spec(config_of(monkeypatch, Upper(has_bos=False))).drawable == 128
 
 
 def test_a_run_on_other_text_ends_with_a_document_from_its_beginning(monkeypatch):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from inference.cached_sampler import CachedSampler
+from inference.chat import CachedSampler
 from inference.request import Request
-from inference.sampler import Sampler
+from inference.sampler import Sampler, TrainedModel
 from inference.scoring import Continuation, Scorer
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, make_job
@@ -69,11 +69,11 @@ def test_a_short_text_has_the_frequencies_of_a_row(kind, original, strategy):
   wanted = greedy(logits_of)
   request = Request((PROMPT,), max_new_tokens=NEW, temperature=0.0)
   assert Sampler(job, request)(params, request) == [bytes(wanted)]
-  cached = CachedSampler(job)
-  drawing = cached.draw(params, None, [*PROMPT], request)
+  model = TrainedModel(job, params)
+  drawing = CachedSampler(model).draw([*PROMPT], request)
   assert [next(drawing) for _ in range(NEW)] == wanted
   text = np.array([*PROMPT, *wanted], np.uint32)
-  [score] = Scorer(job, params)([Continuation(text, NEW)])
+  [score] = Scorer(model)([Continuation(text, NEW)])
   shares_TV = numpy_decoder.softmax(logits_of(text[:-1]))[-NEW:]
   likelihood = np.log(shares_TV[np.arange(NEW), wanted]).sum()
   assert score.log_likelihood == pytest.approx(likelihood, rel=1e-5)
@@ -97,7 +97,7 @@ def test_cached_logits_are_those_of_the_training_pass(kind, original):
   wanted_TV = logits_of(tokens_T)
   size = np.abs(wanted_TV).max()
   np.testing.assert_allclose(trained[0, :, :61], wanted_TV, atol=2e-6 * size)
-  for sampler in (Sampler(job, request), CachedSampler(job)):
+  for sampler in (Sampler(job, request), CachedSampler(TrainedModel(job, params))):
     found = jax.jit(functools.partial(read, sampler._empty_cache))
     with job.tracing(sampler._table):
       found_V = np.asarray(found(params))[0, :61]

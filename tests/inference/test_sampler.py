@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from inference import request as requests
-from inference.request import Request, check, encoded
+from inference.request import Request, check, text_spec
 from inference.sampler import Sampler, draw_token, filter_logits
 from models import MODELS, transformer
 from partitioning import shardings
@@ -130,7 +130,7 @@ def sampler(strategy, **overrides):
 def decoded_without_cache(made, params):
   """Returns greedy tokens by the whole forward pass of all so far, once for each token."""
   job, rows = made.job, made.rows
-  prompts = encoded(job.config, GREEDY)
+  prompts = made.spec.encoded(PROMPTS)
   lengths = np.array([*map(len, prompts)])
   tokens_BT = np.zeros((rows, lengths.max() + NEW), np.int32)
   for row, tokens in enumerate(prompts):
@@ -153,13 +153,13 @@ def test_what_a_run_could_not_sample_at_its_end_is_refused_before_it_starts(monk
   job = make_job("single", "lm", **{"evaluation.sample_tokens": 5})
   off = r"(?s)evaluation\.sample_tokens=5 \(0 turns it off\): .*"
   with pytest.raises(ValueError, match=f"{off}has byte 100"):
-    requests.check_first_words(job.config)  # the vocabulary is smaller than "def "
+    requests.first_words(job.config)  # the vocabulary is smaller than "def "
   job.config.evaluation.sample_tokens = 0
-  requests.check_first_words(job.config)
+  requests.first_words(job.config)
   job.config.evaluation.sample_tokens = 5
   monkeypatch.setitem(MODELS, "transformer", types.SimpleNamespace())
   with pytest.raises(ValueError, match=f"{off}has no next token to draw"):
-    requests.check_first_words(job.config)
+    requests.first_words(job.config)
 
 
 class Biased(transformer.Transformer):
@@ -276,7 +276,7 @@ def test_one_token_is_not_split_over_context():
 )
 def test_other_types(monkeypatch, parameters, compute):
   # Traced only: a type that does not fit shows there, since promotion is strict.
-  monkeypatch.setattr(Sampler, "_compile", lambda self: (None, None, 0.0))
+  monkeypatch.setattr(Sampler, "_compile", lambda self: (None, None))
   with jax.enable_x64(parameters == "float64"):
     types = {"training.parameter_dtype": parameters, "training.compute_dtype": compute}
     made = Sampler(make_job("dp4_tp2", "lm", **types), GREEDY)
@@ -326,11 +326,11 @@ def test_padding_of_the_vocabulary_and_what_is_no_byte_are_never_drawn():
   ]
   assert 50 < max(map(max, found)) < 61  # of 72
   assert (
-    requests.drawable(
+    text_spec(
       make_job(
         "single", "lm", **{"model.vocabulary_size": 300, "model.vocabulary_multiple": 8}
       ).config
-    )
+    ).drawable
     == 256
   )
 
@@ -388,7 +388,7 @@ def refusal(recipe="lm", /, **changed):
   """Returns the message about a request that differs from one that is good."""
   job = make_job("single", recipe)
   with pytest.raises(ValueError) as error:  # noqa: PT011
-    check(job.config, Request(**{"prompts": (b"",), "max_new_tokens": 4, **changed}))
+    check(text_spec(job.config), Request(**{"prompts": (b"",), "max_new_tokens": 4, **changed}))
   return str(error.value)
 
 
@@ -434,7 +434,9 @@ def test_all_that_is_wrong_comes_in_one_message():
 
 
 def test_what_fits_exactly_is_sampled():
-  check(make_job("single", "lm").config, Request((b"\1" * 8,), max_new_tokens=4, top_k=61))
+  check(
+    text_spec(make_job("single", "lm").config), Request((b"\1" * 8,), max_new_tokens=4, top_k=61)
+  )
 
 
 def test_a_model_without_tokens_is_refused():

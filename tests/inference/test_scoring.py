@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 from inference import scoring
+from inference.sampler import TrainedModel, doubled
 from inference.scoring import Continuation, Scorer
 from input_pipeline.text.tokenizer import ByteTokenizer
 from tests.helpers.jobs import first_state, make_job
@@ -62,7 +63,7 @@ def test_scores_are_those_of_each_row_alone(name, expected):
   strategy, overrides = JOBS[name]
   with jax.enable_x64(True):
     job = make_job(strategy, "lm", **SIZES, **overrides)
-    scorer = Scorer(job, first_state(job).params)
+    scorer = Scorer(TrainedModel(job, first_state(job).params))
     given = continuations()
     assert scorer.count(given) == 2
     found = scorer(given)
@@ -77,7 +78,7 @@ def test_scores_are_those_of_each_row_alone(name, expected):
 def test_a_continuation_that_the_model_would_write_is_greedy():
   job = make_job("dp4_tp2", "lm", **{**SIZES, **dict.fromkeys(WIDE, "float32")})
   params = first_state(job).params
-  scorer, tokens = Scorer(job, params), [3, 5, 7]
+  scorer, tokens = Scorer(TrainedModel(job, params)), [3, 5, 7]
   forward = jax.jit(lambda tokens: nnx.merge(job.program.graphdef, params)(tokens))
   for _ in range(3):
     padded = np.zeros((8, LENGTH), np.int32)
@@ -143,12 +144,12 @@ def test_each_token_of_a_long_text_is_scored_once(size):
 
 
 def test_widths_are_halved_while_the_mesh_divides_them():
-  assert scoring.doubled(256) == [32, 64, 128, 256]
-  assert scoring.doubled(96) == [48, 96]
-  assert scoring.doubled(100) == [50, 100]
-  assert scoring.doubled(7) == [7]
+  assert doubled(256) == [32, 64, 128, 256]
+  assert doubled(96) == [48, 96]
+  assert doubled(100) == [50, 100]
+  assert doubled(7) == [7]
 
 
 def test_a_model_without_tokens_is_refused():
   with pytest.raises(ValueError, match=r"model\.name='mlp' gives texts no log-likelihood"):
-    scoring.check_model(make_job("single", "mlp").config)
+    scoring.check_model("mlp")

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from inference import task_evaluation
-from inference.generation import BatchGenerator
 from inference.request import Request
-from inference.sampler import Sampler
+from inference.sampler import BatchGenerator, Sampler, TrainedModel
 from inference.task_evaluation import (
   CHOICE,
   GENERATION,
@@ -166,9 +165,9 @@ def task(kind, *records, name="t"):
 
 
 @pytest.fixture(scope="module")
-def made():
+def model():
   job = make_job("dp4_tp2", "lm", **VALUES)
-  return job, first_state(job).params
+  return TrainedModel(job, first_state(job).params)
 
 
 CHOICES = task(
@@ -181,9 +180,8 @@ CHOICES = task(
 WORDS = task(LIKELIHOOD, *({"context": "1" * n, "answer": "23"} for n in (1, 40, 3)), name="w")
 
 
-def test_the_metrics_are_those_of_the_log_likelihoods(made):
-  job, params = made
-  choices, words = evaluate(job, params, encode(job.config, [CHOICES, WORDS]))
+def test_the_metrics_are_those_of_the_log_likelihoods(model):
+  choices, words = evaluate(model, encode(model.spec, [CHOICES, WORDS]))
   for name, divisor in (("acc", lambda text: 1), ("acc_norm", len), ("acc_bytes", len)):
     right = [
       np.argmax(
@@ -216,11 +214,10 @@ def test_a_single_record_has_no_standard_error():
   assert Metric.of([True, False]).standard_error == pytest.approx(math.sqrt(0.5) / math.sqrt(2))
 
 
-def test_generated_answers_are_those_of_greedy_sampling(made):
-  job, params = made
+def test_generated_answers_are_those_of_greedy_sampling(model):
   contexts = ["12", "3", "456789", "0" * 40]
   request = Request(tuple(text[-28:] for text in contexts), max_new_tokens=4, temperature=0.0)
-  alone = [drawn.decode() for drawn in Sampler(job, request)(params, request)]
+  alone = [drawn.decode() for drawn in Sampler(model.job, request)(model.params, request)]
   records = [
     {"context": text, "answer": ["%", answer.strip() or "?"], "until": [], "max_new_tokens": 4}
     for text, answer in zip(contexts, alone, strict=True)
@@ -228,12 +225,12 @@ def test_generated_answers_are_those_of_greedy_sampling(made):
   records[1]["answer"] = "%%%"
   records.append({**records[0], "until": [alone[0][1]], "answer": alone[0][0]})
   given = task(GENERATION, *records)
-  [result] = evaluate(job, params, encode(job.config, [given]))
+  [result] = evaluate(model, encode(model.spec, [given]))
   assert [sample["generated"] for sample in result.samples] == [*alone, alone[0][0]]
   assert result.metrics["exact_match"].value == 4 / 5
   assert result.truncated == 1
-  prompts = encode(job.config, [given])[0].prompts
-  assert BatchGenerator(job, params)(prompts, lambda number, count: number < 1) is None
+  prompts = encode(model.spec, [given])[0].prompts
+  assert BatchGenerator(model)(prompts, lambda number, count: number < 1) is None
 
 
 def test_a_pattern_takes_the_answer_out_of_the_text():
@@ -268,8 +265,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(made, name):
+def test_refused(model, name):
   record, message = REFUSED[name]
   kind = CHOICE if "choices" in record else GENERATION
   with pytest.raises(ValueError, match=message):
-    encode(made[0].config, [task(kind, record)])
+    encode(model.spec, [task(kind, record)])

@@ -4,7 +4,8 @@ import io
 
 import pytest
 
-from inference.text_stream import Pace, Printer, Row, as_bytes
+from inference.request import as_bytes
+from inference.sampler import Pace, Printer, Row
 from input_pipeline.text.tokenizer import ByteTokenizer
 
 

@@ -4,16 +4,10 @@ import pytest
 
 from configs import base
 from configs.schema import finalize, recipes
-from interop import hf_config
+from interop import hf_config, hf_parts
 from interop.hf_families import FAMILIES
 from tests.interop import folders
 
-# Keys of `model` that no folder determines.
-OWN = {
-  *("name", "vocabulary_multiple", "context_attention", "embedding_standard_deviation"),
-  *("dropout_rate", "separate_documents", "base_width", "base_head_size"),
-  *("expert_exchange", "expert_capacity"),
-}
 LLAMA = {
   "model_type": "llama",
   "hidden_size": 16,
@@ -22,6 +16,56 @@ LLAMA = {
   "num_attention_heads": 4,
   "vocab_size": 37,
 }
+# As published with DeepSeek-V3, of which only the first three layers are dense.
+V3 = {
+  "model_type": "deepseek_v3",
+  "hidden_size": 7168,
+  "intermediate_size": 18_432,
+  "num_hidden_layers": 3,
+  "first_k_dense_replace": 3,
+  "num_attention_heads": 128,
+  "num_key_value_heads": 128,
+  "q_lora_rank": 1536,
+  "kv_lora_rank": 512,
+  "qk_nope_head_dim": 128,
+  "qk_rope_head_dim": 64,
+  "v_head_dim": 128,
+  "vocab_size": 129_280,
+  "rms_norm_eps": 1e-6,
+  "rope_theta": 10_000,
+  "rope_scaling": {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+  },
+  "max_position_embeddings": 163_840,
+  "n_routed_experts": 256,
+  "scoring_func": "sigmoid",
+  "num_nextn_predict_layers": 1,
+}
+LITE = {"q_lora_rank": None, "model_type": "deepseek_v2", "num_attention_heads": 16}
+LITE |= {"num_key_value_heads": 16}
+# Of mixtures of experts, without the keys that any file has.
+SHARED = {"vocab_size": 37, "hidden_size": 16, "num_attention_heads": 4}
+MIXTRAL = {"model_type": "mixtral", **SHARED}
+QWEN = {"model_type": "qwen3_moe", **SHARED, "num_hidden_layers": 6}
+GPT_OSS = {"model_type": "gpt_oss", **SHARED, "num_hidden_layers": 3}
+DEEPSEEK_V2 = {"model_type": "deepseek_v2", **SHARED, "num_experts_per_tok": 6}
+DEEPSEEK_V3 = {"model_type": "deepseek_v3", **SHARED}
+LLAMA_3 = {
+  "rope_type": "llama3",
+  "factor": 8.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 16,
+}
+WANTED = (500.0, (8.0, 1.0, 4.0, 16.0))
+OLD = {"rope_theta": 500.0, "rope_scaling": LLAMA_3}
+NEW = {"rope_parameters": {**LLAMA_3, "rope_theta": 500.0}}
 
 
 def read(**keys):
@@ -40,9 +84,14 @@ def problems(theirs):
   return str(caught.value).splitlines()
 
 
+def of(theirs, **keys):
+  """Returns the keys of `model` of a config.json with some keys more."""
+  return hf_config.read({**theirs, **keys}, "config.json").model
+
+
 def test_every_key_of_a_decoder_is_determined_or_the_users_own():
   model = recipes.lm().model
-  assert {*hf_config.KEYS} == {*model} - OWN
+  assert {*hf_config.OWN} | {*hf_config.SIZES} <= {*model}
   for key, value in hf_config.NEUTRAL.items():
     assert model[key] == value, key
 
@@ -81,18 +130,15 @@ def test_missing_keys_have_the_defaults_of_their_model_type():
   assert read(model_type="phi3").model["norm_epsilon"] == 1e-5
 
 
+def test_soft_caps_of_gemma_3_are_those_that_transformers_applies():
+  assert of(GEMMA_3, final_logit_softcapping=3.0)["logits_soft_cap"] == 3.0
+
+
 def test_null_is_a_value_where_it_turns_something_off():
   mistral = read(model_type="mistral", num_key_value_heads=None, sliding_window=None).model
   assert (mistral["window"], mistral["kv_heads"]) == (0, 4)
   gemma2 = read(model_type="gemma2", num_key_value_heads=2, attn_logit_softcapping=None).model
   assert (gemma2["attention_soft_cap"], gemma2["logits_soft_cap"]) == (0.0, 30.0)
-
-
-def test_soft_caps_of_gemma_3_are_those_that_transformers_applies():
-  keys = {"model_type": "gemma3_text", "num_key_value_heads": 2}
-  assert read(**keys, final_logit_softcapping=3.0).model["logits_soft_cap"] == 3.0
-  with pytest.raises(ValueError, match=r"attn_logit_softcapping=2.0: transformers does not apply"):
-    read(**keys, attn_logit_softcapping=2.0)
 
 
 def test_of_a_model_with_images_the_decoder_is_read():
@@ -214,3 +260,231 @@ def test_what_no_family_has_is_named_when_it_is_written():
 )
 def test_the_family_of_a_model_is_found_by_what_it_has(preset, model_type):
   assert hf_config.write(model_of(preset), 24)["model_type"] == model_type
+
+
+# ------------------------------ what is refused ------------------------------
+
+GEMMA_3 = {**LLAMA, "model_type": "gemma3_text", "num_key_value_heads": 2}
+REFUSED = [
+  (
+    GEMMA_3,
+    {"attn_logit_softcapping": 2.0},
+    "attn_logit_softcapping=2.0: transformers does not",
+  ),
+  # Rotary positions.
+  (LLAMA, {**NEW, "rope_theta": 1e4}, "rope_theta or rope_scaling contradicts rope_parameters"),
+  (LLAMA, {**OLD, "rope_parameters": {"rope_theta": 500.0}}, "contradicts rope_parameters"),
+  (LLAMA, {"rope_scaling": {**LLAMA_3, "faktor": 2}}, "rope_scaling: faktor: not known for rope_"),
+  (LLAMA, {"rope_scaling": {**LLAMA_3, "factor": "8"}}, "rope_scaling.factor: a number above 0 is"),
+  (LLAMA, {"rope_theta": 0}, "rope_theta=0: a number above 0 is needed"),
+  (LLAMA, {"rope_scaling": "llama3"}, "rope_scaling: an object is expected, and"),
+  (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: transformers rotates whole "),
+  # Latent attention.
+  (V3, {"num_key_value_heads": 8}, "each of the 128 heads has keys and values of its own"),
+  (V3, {"q_lora_rank": 0}, "q_lora_rank=0: a whole number of at least 1"),
+  (V3, {"head_dim": 128}, "head_dim=128: it would be 64, by qk_rope"),
+  (V3, {"qk_head_dim": 128}, "qk_head_dim=128: it would be 192"),
+  (V3, {"mlp_bias": True}, "mlp_bias=True: models of this type are read without"),
+  # Experts.
+  (
+    QWEN,
+    {"decoder_sparse_step": 7},
+    "decoder_sparse_step=7, mlp_only_layers=[]: none of the 6 layers has experts",
+  ),
+  (
+    QWEN,
+    {"num_local_experts": 4, "num_experts": 5},
+    "num_experts=5 contradicts num_local_experts",
+  ),
+  (GPT_OSS, {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0: "),
+  (
+    MIXTRAL,
+    {"model_type": "olmoe", "clip_qkv": 0},
+    "clip_qkv=0: a number above 0 is needed",
+  ),
+  (DEEPSEEK_V2, {"topk_method": "noaux_tc"}, "topk_method='noaux_tc': greedy or"),
+  (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob=True: only False is read"),
+  (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func='softmax': only sig"),
+  (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq=2: only 1 is read"),
+]
+
+
+@pytest.mark.parametrize(("theirs", "keys", "said"), REFUSED)
+def test_what_cannot_be_expressed_is_refused(theirs, keys, said):
+  [_, line] = problems({**theirs, **keys})
+  assert line.startswith("  ")
+  assert said in line
+
+
+# ------------------------------ rotary positions ------------------------------
+
+
+@pytest.mark.parametrize(
+  "keys",
+  [OLD, NEW, {**OLD, **NEW}, {"rope_theta": 500, "rope_parameters": LLAMA_3}],
+)
+def test_each_notation_and_both_together(keys):
+  model = read(**keys).model
+  assert (model["rotary_base"], model["rotary_scaling"]) == WANTED
+
+
+def test_the_older_name_of_the_type_and_a_length_that_is_left_out():
+  scaling = {**LLAMA_3, "type": "llama3"}
+  del scaling["rope_type"], scaling["original_max_position_embeddings"]
+  model = read(rope_scaling=scaling, max_position_embeddings=64).model
+  assert model["rotary_scaling"] == (8.0, 1.0, 4.0, 64.0)
+
+
+def test_gemma_3_has_a_base_for_layers_with_a_window():
+  old = {"rope_theta": 1e5, "rope_local_base_freq": 20.0}
+  new = {"full_attention": {"rope_theta": 1e5}, "sliding_attention": {"rope_theta": 20.0}}
+  for keys in (old, {"rope_parameters": new}, {**old, "rope_parameters": new}):
+    model = read(model_type="gemma3_text", num_key_value_heads=2, **keys).model
+    assert (model["rotary_base"], model["local_rotary_base"]) == (1e5, 20.0)
+    assert model["local_rotary_scaling"] == ()
+
+
+def test_layers_with_a_window_may_be_scaled_and_the_others_not():
+  scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 20.0}
+  new = {"full_attention": {"rope_theta": 1e5}, "sliding_attention": scaled}
+  described = read(model_type="gemma3_text", num_key_value_heads=2, rope_parameters=new)
+  assert described.model["rotary_scaling"] == ()
+  assert described.model["local_rotary_scaling"] == ("linear", {"factor": 4.0})
+  back = hf_config.write(described.model, described.positions, "gemma3_text")
+  assert back["rope_parameters"]["sliding_attention"] == scaled
+  assert back["rope_scaling"] is None
+
+
+# ------------------------------ latent attention ------------------------------
+
+
+def test_the_sizes_and_the_scale_are_the_published_ones():
+  model = of(V3)
+  assert (model["attention"], model["rotary_pairs"]) == ("latent", "adjacent")
+  assert (model["heads"], model["kv_heads"], model["head_size"]) == (128, 128, 192)
+  assert (model["rotary_size"], model["value_head_size"]) == (64, 128)
+  assert (model["latent_size"], model["query_latent_size"]) == (512, 1536)
+  # 192 ** -0.5 times the square of 0.1 ln 40 + 1 = 1.3688879.
+  assert model["attention_scale"] == pytest.approx(0.135234, rel=1e-5)
+  assert model["rotary_scaling"][1]["attention_factor"] == 1.0
+
+
+def test_sizes_that_follow_may_be_written_out():
+  assert of(V3, head_dim=64, qk_head_dim=192) == of(V3)
+
+
+def test_queries_without_a_latent_vector_and_pairs_that_are_halves():
+  assert of(V3, **LITE)["query_latent_size"] == 0
+  assert of(V3, **LITE)["rotary_pairs"] == "adjacent"
+  assert of(V3, rope_interleave=False)["rotary_pairs"] == "halves"
+
+
+@pytest.mark.parametrize(("one", "every"), [(1.0, 1.0), (0.707, 0.707), (0.5, 1.5), (0.1, 0.9)])
+def test_the_scale_is_written_back_as_mscale(one, every):
+  scaling = {**V3["rope_scaling"], "mscale": one, "mscale_all_dim": every}
+  given = hf_config.read({**V3, "rope_scaling": scaling}, "config.json")
+  back = hf_config.write(given.model, given.positions, "deepseek_v3")
+  again = hf_config.canonical(hf_config.read(back, "back").model)
+  wanted = hf_config.canonical(given.model)
+  assert all(hf_config.same_value(again[key], wanted[key]) for key in wanted)
+  assert back["rope_scaling"]["mscale_all_dim"] == pytest.approx(every)
+  assert back["rope_parameters"]["mscale"] == pytest.approx(one)
+  assert back["first_k_dense_replace"] == 3
+
+
+def test_norms_of_latent_vectors_keep_their_epsilon_whatever_the_others_have():
+  model = of(V3, rms_norm_eps=1e-5, attention_bias=True)
+  assert (model["norm_epsilon"], model["latent_norm_epsilon"]) == (1e-5, 1e-6)
+  assert model["biases"] == "attention"
+  back = hf_config.write(model, 64, "deepseek_v3")
+  assert (back["rms_norm_eps"], back["attention_bias"]) == (1e-5, True)
+  with pytest.raises(ValueError, match=r"latent_norm_epsilon=1e-05 \(it would be 1e-06\)"):
+    hf_config.write({**model, "latent_norm_epsilon": 1e-5}, 64, "deepseek_v3")
+
+
+def test_other_attention_has_no_place_in_it():
+  llama = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 4}
+  given = hf_config.read({**llama, "vocab_size": 37}, "config.json")
+  with pytest.raises(ValueError, match=r"model\.attention='grouped_query'"):
+    hf_config.write(given.model, given.positions, "deepseek_v3")
+
+
+# ------------------------------ mixtures of experts ------------------------------
+
+
+@pytest.mark.parametrize(
+  ("theirs", "wanted"),
+  [
+    (MIXTRAL, {"experts": 8, "experts_per_token": 2, "expert_feedforward_size": 14_336}),
+    (QWEN, {"experts": 128, "experts_per_token": 8, "router_normalized": False, "dense_layers": 0}),
+    (QWEN | {"num_local_experts": 5}, {"experts": 5}),
+    (
+      GPT_OSS,
+      {
+        "experts": 128,
+        "gate_limit": 7.0,
+        "up_offset": 1.0,
+        "activation": "gelu_sigmoid",
+        "biases": "attention",
+        "global_every": 2,
+        "window": 128,
+        "rotary_base": 150_000.0,
+      },
+    ),
+    (DEEPSEEK_V2, {"experts": 64, "shared_feedforward_size": 2814, "router_groups": 1}),
+    (
+      DEEPSEEK_V2 | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
+      {"router_groups": 8, "router_top_groups": 3, "router_group_score": "max"},
+    ),
+    (
+      DEEPSEEK_V3,
+      {
+        "experts": 256,
+        "dense_layers": 3,
+        "expert_feedforward_size": 2048,
+        "shared_feedforward_size": 2048,
+        "router_scores": "sigmoid",
+        "router_correction": True,
+        "router_scale": 2.5,
+        "router_groups": 8,
+        "router_top_groups": 4,
+        "router_group_score": "top2",
+      },
+    ),
+    (DEEPSEEK_V3 | {"first_k_dense_replace": 61}, {"experts": 0, "router_correction": False}),
+  ],
+)
+def test_keys_and_defaults_of_each_model_type(theirs, wanted):
+  found = of(theirs)
+  assert {key: found[key] for key in wanted} == wanted
+
+
+def test_gpt_oss_positions_are_scaled_where_a_file_says_nothing():
+  kind, numbers = of(GPT_OSS)["rotary_scaling"]
+  assert (kind, numbers["factor"], numbers["truncate"]) == ("yarn", 32.0, False)
+
+
+@pytest.mark.parametrize(
+  ("keys", "found"),
+  [
+    ({}, (0, 1)),
+    ({"decoder_sparse_step": 3}, (0, 3)),
+    ({"mlp_only_layers": [0, 1]}, (2, 1)),
+    ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1]}, (2, 2)),
+    ({"num_hidden_layers": 3, "decoder_sparse_step": 2}, (0, 2)),
+    ({"mlp_only_layers": [1, 4]}, (0, 1, 1, 4)),
+    ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (0, 1, 0, 2, 3, 4)),
+  ],
+)
+def test_layers_without_experts(keys, found):
+  model = of(QWEN, **keys)
+  assert (model["dense_layers"], model["sparse_every"], *model["mlp_only_layers"]) == found
+  back = hf_config.write({**model, "head_size": 4}, 32, "qwen3_moe")
+  again = of(back)
+  assert hf_parts.sparse_of(again) == hf_parts.sparse_of(model)
+
+
+def test_shared_experts_of_a_width_between_two_are_not_written():
+  model = {**of(DEEPSEEK_V3), "shared_feedforward_size": 2049}
+  with pytest.raises(ValueError, match=r"shared_feedforward_size=2049 \(it would be 2048\)"):
+    hf_config.write(model, 64, "deepseek_v3")

@@ -1,4 +1,4 @@
-"""Mixtures of experts: keys of config.json, and folders whose experts are stored in other ways."""
+"""Folders of mixtures of experts, which are stored in several ways."""
 
 import json
 import pathlib
@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from interop import hf_config, hf_parts, name_maps, read_weights
+from interop import hf_config, name_maps, read_weights
 from interop.safetensors_file import Reader
 from models import model_spec
 from tests.interop import folders
@@ -20,123 +20,6 @@ from tests.interop.test_quantization import by_hand
 from tests.models.write_families import PYTHONS
 
 KEY = "checkpoint.initialize_from"
-# As published, without the keys that any file has.
-SHARED = {"vocab_size": 37, "hidden_size": 16, "num_attention_heads": 4}
-MIXTRAL = {"model_type": "mixtral", **SHARED}
-QWEN = {"model_type": "qwen3_moe", **SHARED, "num_hidden_layers": 6}
-GPT_OSS = {"model_type": "gpt_oss", **SHARED, "num_hidden_layers": 3}
-DEEPSEEK_V2 = {"model_type": "deepseek_v2", **SHARED, "num_experts_per_tok": 6}
-DEEPSEEK_V3 = {"model_type": "deepseek_v3", **SHARED}
-
-
-def read(theirs, **keys):
-  return hf_config.read({**theirs, **keys}, "config.json").model
-
-
-def refusal(theirs, **keys):
-  with pytest.raises(ValueError, match="cannot be built") as caught:
-    read(theirs, **keys)
-  return str(caught.value).splitlines()[1].strip()
-
-
-@pytest.mark.parametrize(
-  ("theirs", "wanted"),
-  [
-    (MIXTRAL, {"experts": 8, "experts_per_token": 2, "expert_feedforward_size": 14_336}),
-    (QWEN, {"experts": 128, "experts_per_token": 8, "router_normalized": False, "dense_layers": 0}),
-    (QWEN | {"num_local_experts": 5}, {"experts": 5}),
-    (
-      GPT_OSS,
-      {
-        "experts": 128,
-        "gate_limit": 7.0,
-        "up_offset": 1.0,
-        "activation": "gelu_sigmoid",
-        "biases": "attention",
-        "global_every": 2,
-        "window": 128,
-        "rotary_base": 150_000.0,
-      },
-    ),
-    (DEEPSEEK_V2, {"experts": 64, "shared_feedforward_size": 2814, "router_groups": 1}),
-    (
-      DEEPSEEK_V2 | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
-      {"router_groups": 8, "router_top_groups": 3, "router_group_score": "max"},
-    ),
-    (
-      DEEPSEEK_V3,
-      {
-        "experts": 256,
-        "dense_layers": 3,
-        "expert_feedforward_size": 2048,
-        "shared_feedforward_size": 2048,
-        "router_scores": "sigmoid",
-        "router_correction": True,
-        "router_scale": 2.5,
-        "router_groups": 8,
-        "router_top_groups": 4,
-        "router_group_score": "top2",
-      },
-    ),
-    (DEEPSEEK_V3 | {"first_k_dense_replace": 61}, {"experts": 0, "router_correction": False}),
-  ],
-)
-def test_keys_and_defaults_of_each_model_type(theirs, wanted):
-  found = read(theirs)
-  assert {key: found[key] for key in wanted} == wanted
-
-
-def test_gpt_oss_positions_are_scaled_where_a_file_says_nothing():
-  kind, numbers = read(GPT_OSS)["rotary_scaling"]
-  assert (kind, numbers["factor"], numbers["truncate"]) == ("yarn", 32.0, False)
-
-
-@pytest.mark.parametrize(
-  ("keys", "found"),
-  [
-    ({}, (0, 1)),
-    ({"decoder_sparse_step": 3}, (0, 3)),
-    ({"mlp_only_layers": [0, 1]}, (2, 1)),
-    ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1]}, (2, 2)),
-    ({"num_hidden_layers": 3, "decoder_sparse_step": 2}, (0, 2)),
-    ({"mlp_only_layers": [1, 4]}, (0, 1, 1, 4)),
-    ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (0, 1, 0, 2, 3, 4)),
-  ],
-)
-def test_layers_without_experts(keys, found):
-  model = read(QWEN, **keys)
-  assert (model["dense_layers"], model["sparse_every"], *model["mlp_only_layers"]) == found
-  back = hf_config.write({**model, "head_size": 4}, 32, "qwen3_moe")
-  again = read(back)
-  assert hf_parts.sparse_of(again) == hf_parts.sparse_of(model)
-
-
-def test_what_cannot_be_expressed_is_refused():
-  assert refusal(QWEN, decoder_sparse_step=7).startswith(
-    "decoder_sparse_step=7, mlp_only_layers=[]: none of the 6 layers has experts"
-  )
-  assert refusal(QWEN, num_local_experts=4, num_experts=5) == (
-    "num_experts=5 contradicts num_local_experts"
-  )
-  assert refusal(GPT_OSS, swiglu_alpha=1.0).startswith("swiglu_alpha=1.0: ")
-  assert refusal({**MIXTRAL, "model_type": "olmoe"}, clip_qkv=0) == (
-    "clip_qkv=0: a number above 0 is needed"
-  )
-  assert refusal(DEEPSEEK_V2, topk_method="noaux_tc").startswith(
-    "topk_method='noaux_tc': greedy or"
-  )
-  assert refusal(DEEPSEEK_V2, norm_topk_prob=True) == "norm_topk_prob=True: only False is read"
-  assert refusal(DEEPSEEK_V3, scoring_func="softmax").startswith("scoring_func='softmax': only sig")
-  assert refusal(DEEPSEEK_V3, moe_layer_freq=2) == "moe_layer_freq=2: only 1 is read"
-
-
-def test_shared_experts_of_a_width_between_two_are_not_written():
-  model = {**read(DEEPSEEK_V3), "shared_feedforward_size": 2049}
-  with pytest.raises(ValueError, match=r"shared_feedforward_size=2049 \(it would be 2048\)"):
-    hf_config.write(model, 64, "deepseek_v3")
-
-
-# ------------------------------ folders ------------------------------
 
 
 @pytest.fixture

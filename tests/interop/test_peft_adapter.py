@@ -13,7 +13,7 @@ from configs import single
 from configs.schema import finalize
 from interop import export, hf_config, name_maps, peft_adapter
 from interop.export import ExportFolder, check_folder
-from models import lora, model_spec
+from models import layers, model_spec
 from partitioning.rules import named_leaves
 from tests.interop import folders
 from tests.interop.test_export import exported
@@ -67,13 +67,15 @@ def test_b_a_is_the_update_of_each_kernel(case):
   config, plain, model_type = config_of(case), config_of(case, adapters=False), CASES[case][0]
   with jax.enable_x64(True):
     arrays = arrays_of(config)
-    merged = named_leaves(jax.tree.map(np.asarray, lora.merge(model_spec(config), nested(arrays))))
+    merged = named_leaves(
+      jax.tree.map(np.asarray, layers.merge_adapters(model_spec(config), nested(arrays)))
+    )
   described = peft_adapter.adapter_config(model_spec(config), model_type, None)
   adapters, sizes = (
     peft_adapter.tensors(model_spec(config), model_type),
     name_maps.sizes_of(model_spec(config)),
   )
-  found = {n: peft_adapter.joined(t, sizes, giving(arrays)) for n, t in adapters.items()}
+  found = {n: name_maps.joined(t, sizes, giving(arrays)) for n, t in adapters.items()}
   assert {name: x.shape for name, x in found.items()} == {n: t.shape for n, t in adapters.items()}
   checked = set()
   for name, tensor in name_maps.tensors(model_spec(plain), model_type).items():
@@ -121,7 +123,7 @@ def test_what_was_exported_is_read_back(case, tmp_path):
   config, model_type = config_of(case), CASES[case][0]
   arrays, sizes = arrays_of(config), name_maps.sizes_of(model_spec(config))
   adapters = peft_adapter.tensors(model_spec(config), model_type)
-  tensors = {n: peft_adapter.joined(t, sizes, giving(arrays)) for n, t in adapters.items()}
+  tensors = {n: name_maps.joined(t, sizes, giving(arrays)) for n, t in adapters.items()}
   adapter = stored(tmp_path / "a", config, model_type, tensors)
   found = peft_adapter.read(adapter, model_spec(config), model_type)
   assert {*found} == {name for name in arrays if "lora_" in name}
@@ -141,7 +143,9 @@ def test_one_adapter_of_a_fused_module_is_that_of_each_part(tmp_path):
   adapter = stored(tmp_path / "a", config, "gpt2", tensors, rank_pattern={}, alpha_pattern={})
   arrays = arrays_of(config) | peft_adapter.read(adapter, model_spec(config), "gpt2")
   with jax.enable_x64(True):
-    merged = named_leaves(jax.tree.map(np.asarray, lora.merge(model_spec(config), nested(arrays))))
+    merged = named_leaves(
+      jax.tree.map(np.asarray, layers.merge_adapters(model_spec(config), nested(arrays)))
+    )
   name = "transformer.h.1.attn.c_attn"
   tensor = name_maps.tensors(model_spec(plain), "gpt2")[f"{name}.weight"]
   base, new = (

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention, kv_cache, model_spec, rope, transformer
+from models import attention, model_spec, positions, transformer
 from tests.helpers.jobs import make_job
 
-FREQUENCY = rope.rotary_frequencies(4, 100.0, dtype=jnp.dtype("float32"))
+FREQUENCY = positions.rotary_frequencies(4, 100.0, dtype=jnp.dtype("float32"))
 RANDOM = np.random.default_rng(0)
 
 
@@ -29,8 +29,8 @@ def numpy_rotate(x, position, base):
 
 def test_each_row_is_turned_by_its_own_positions():
   x_BTNH, positions_BT = normal(2, 3, 5, 4), np.array([[0, 1, 2], [7, 8, 9]], np.int32)
-  found = rope.apply_rope(
-    jnp.asarray(x_BTNH), rope.rope_table(jnp.asarray(positions_BT), FREQUENCY)
+  found = positions.apply_rope(
+    jnp.asarray(x_BTNH), positions.rope_table(jnp.asarray(positions_BT), FREQUENCY)
   )
   for b, t, n in np.ndindex(2, 3, 5):
     wanted = numpy_rotate(x_BTNH[b, t, n], positions_BT[b, t], 100.0)
@@ -39,9 +39,13 @@ def test_each_row_is_turned_by_its_own_positions():
 
 def test_positions_of_one_row_serve_all():
   x_BTNH = jnp.asarray(normal(2, 3, 5, 4))
-  one = rope.apply_rope(x_BTNH, rope.rope_table(jnp.arange(3, dtype=jnp.int32)[None], FREQUENCY))
+  one = positions.apply_rope(
+    x_BTNH, positions.rope_table(jnp.arange(3, dtype=jnp.int32)[None], FREQUENCY)
+  )
   each = jnp.tile(jnp.arange(3, dtype=jnp.int32)[None], (2, 1))
-  np.testing.assert_array_equal(one, rope.apply_rope(x_BTNH, rope.rope_table(each, FREQUENCY)))
+  np.testing.assert_array_equal(
+    one, positions.apply_rope(x_BTNH, positions.rope_table(each, FREQUENCY))
+  )
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -143,9 +147,9 @@ def test_only_complete_rows_are_computed_in_blocks(mesh, blocks, monkeypatch):
 def test_each_row_remembers_behind_its_own_length(strategy):
   job = make_job(strategy, "lm")  # K = 4, H = 6
   lengths, new, past = np.array([0, 3, 5, 1], np.int32), normal(4, 2, 4, 6), normal(4, 7, 4, 6)
-  layer = kv_cache.Cache(past, past + 1, lengths)
+  layer = attention.Cache(past, past + 1, lengths)
   with job.tracing():
-    found = jax.jit(kv_cache.update_cache)(layer, new, new * 2)
+    found = jax.jit(attention.update_cache)(layer, new, new * 2)
   np.testing.assert_array_equal(found.lengths, lengths)
   for keys, old, fresh in ((found.keys, past, new), (found.values, past + 1, new * 2)):
     wanted = old.copy()
@@ -161,9 +165,9 @@ def test_the_layers_of_a_cache_are_read_and_replaced_apart():
   assert cache.keys.dtype == job.config.training.compute_dtype
 
   def replace(cache, layer):
-    one = kv_cache.cache_layer(cache, layer)
-    return kv_cache.set_cache_layer(
-      cache, layer, kv_cache.Cache(one.keys + 1, one.values + 2, None)
+    one = attention.cache_layer(cache, layer)
+    return attention.set_cache_layer(
+      cache, layer, attention.Cache(one.keys + 1, one.values + 2, None)
     )
 
   with job.tracing():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention_tiles, blockwise_attention
+from models import attention, blockwise_attention
 from models.attention import soft_cap
 from tests.helpers.jobs import make_job
 from tests.parity.comparison import assert_equal, train
@@ -193,6 +193,6 @@ def on_one_device():
   ],
 )
 def test_trains_as_one_device_with_plain_attention(mesh, monkeypatch):
-  monkeypatch.setitem(attention_tiles.TILES, "cpu", attention_tiles.Tiles((4, 5), 128, ""))
+  monkeypatch.setitem(attention.TILES, "cpu", attention.Tiles((4, 5), 128, ""))
   ours = train("lm", "float64", {**OTHERS, **BLOCKWISE, **mesh})
   assert_equal(ours, on_one_device(), "float64")

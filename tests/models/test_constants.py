@@ -16,16 +16,13 @@ from flax import nnx
 
 from models import (
   attention,
-  block,
-  cudnn_attention,
-  kv_cache,
+  blockwise_attention,
   latent_attention,
+  layer_stack,
   layers,
   model_spec,
-  vit,
 )
-from models.layer_pattern import Layer
-from models.token_positions import Rows
+from models.positions import Layer, Rows
 from partitioning.parallel.ring_attention import zigzag_order
 from tests.helpers.jobs import make_job
 from tests.parity.latents import LATENTS
@@ -124,11 +121,13 @@ def test_jax_s_attention_for_gpus_scales_by_the_scale():
   slots_BT = jnp.arange(T, dtype=jnp.int32)[None]
   how = {"scale": DEEPSEEK_V3, "implementation": "xla"}
   with make_job("single", "lm").tracing(), jax.numpy_dtype_promotion("standard"):
-    assert_scores(lambda *x: cudnn_attention.attention(*x, slots_BT, **how), DEEPSEEK_V3)
+    assert_scores(lambda *x: blockwise_attention.cudnn_attention(*x, slots_BT, **how), DEEPSEEK_V3)
 
 
 def test_scores_of_images_are_scaled_by_the_scale():
-  assert_scores(vit.attention, 58**-0.5, size=58, others=T - 1)  # 0.34 % less in bfloat16
+  assert_scores(
+    attention.bidirectional_attention, 58**-0.5, size=58, others=T - 1
+  )  # 0.34 % less in bfloat16
 
 
 def test_scores_of_latent_vectors_are_scaled_by_the_scale():
@@ -144,7 +143,7 @@ def test_scores_of_latent_vectors_are_scaled_by_the_scale():
   def attend(q, k, v):
     slots_BT = jnp.tile(jnp.arange(T, dtype=jnp.int32)[None], (B, 1))
     latents = jnp.concatenate([k[:, :, 0], v[:, :, 0, :1]], axis=-1)
-    cache = kv_cache.LatentCache(latents, k[:, :, 0, :0], None)
+    cache = attention.LatentCache(latents, k[:, :, 0, :0], None)
     return latent_attention.LatentAttention._absorbed(own, q, None, slots_BT, cache)
 
   sizes = {"model.heads": N, "model.kv_heads": N, "data.global_batch_size": B}
@@ -171,7 +170,7 @@ GRANITE = types.SimpleNamespace(residual_multiplier=0.22)
   ("function", "constant"),
   [
     # Granite's multiplier.
-    (functools.partial(block.Block._scaled, types.SimpleNamespace(spec=GRANITE)), 0.22),
+    (functools.partial(layer_stack.Block._scaled, types.SimpleNamespace(spec=GRANITE)), 0.22),
     (dropped, 1 / (1 - DROPPED)),
   ],
 )

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import expert_sums
+from models import load_balance
 from models.experts import ENTROPY
 from models.load_balance import BALANCE, COUNTS, Z_LOSS
 
@@ -19,24 +19,24 @@ WEIGHTS = jnp.asarray([[1.0, 1.0], [1.0, 0.0]])
 
 
 def test_sums_are_means_over_layers_and_counts_stay_apart():
-  found = expert_sums.sums_of(ROWS, WEIGHTS)
+  found = load_balance.sums_of(ROWS, WEIGHTS)
   assert (found[BALANCE], found[Z_LOSS], found[ENTROPY]) == (5.0, 4.0, 1.0)
   assert found[COUNTS].tolist() == [[4, 1, 3], [2, 6, 0]]
   assert found[COUNTS].dtype == np.int32
   # The fullest expert has 4 of 8 and 6 of 8 assignments to 3 experts; the weight is 3.
   assert float(found["fullest_expert"]) == pytest.approx((4 / 8 * 3 + 6 / 8 * 3) / 2 * 3)
-  assert expert_sums.sums_of({}, WEIGHTS) == {}
+  assert load_balance.sums_of({}, WEIGHTS) == {}
 
 
 def test_the_auxiliary_loss_has_both_coefficients():
-  found = expert_sums.sums_of(ROWS, WEIGHTS)
-  assert float(expert_sums.auxiliary_loss(found, 0.1, 0.01)) == pytest.approx(0.54)
-  assert expert_sums.auxiliary_loss({}, 0.1, 0.01) == 0.0
+  found = load_balance.sums_of(ROWS, WEIGHTS)
+  assert float(load_balance.auxiliary_loss(found, 0.1, 0.01)) == pytest.approx(0.54)
+  assert load_balance.auxiliary_loss({}, 0.1, 0.01) == 0.0
 
 
 def test_shares_are_means_over_the_layers_by_number():
-  found = expert_sums.shares(jnp.asarray([[4, 1, 3], [2, 6, 0]], jnp.int32))
+  found = load_balance.shares(jnp.asarray([[4, 1, 3], [2, 6, 0]], jnp.int32))
   assert {name: float(x) for name, x in found.items()} == pytest.approx(
     {"expert_share/0": 0.375, "expert_share/1": 0.4375, "expert_share/2": 0.1875}
   )
-  assert "expert_share/03" in expert_sums.shares(jnp.ones((1, 12), jnp.int32))
+  assert "expert_share/03" in load_balance.shares(jnp.ones((1, 12), jnp.int32))

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from models import model_spec
 from models.experts import ENTROPY, ROUNDS, Experts
 from models.load_balance import BALANCE, COUNTS, Z_LOSS
-from models.token_positions import Rows
+from models.positions import Rows
 from partitioning.parallel import expert_exchange
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job

@@ -10,9 +10,9 @@ from flax import nnx
 
 from configs import dp8
 from configs.schema import finalize, recipes
-from models import attention_tiles, model_spec, transformer
-from models.decoder_flops import active_elements
-from models.layer_pattern import is_global
+from models import attention, model_spec, transformer
+from models.positions import is_global
+from models.transformer import active_elements
 from partitioning.parallel import ring_attention
 from partitioning.rules import named_leaves
 from tests.models import families, write_families
@@ -173,7 +173,7 @@ BLOCKWISE = ("gemma2", "gemma3", "granite", "mistral", "smollm3_windows")
   [pytest.param(x, marks=() if x in BLOCKWISE else pytest.mark.transformers) for x in FAMILIES],
 )
 def test_blockwise_attention_gives_those_logits(family, monkeypatch):
-  monkeypatch.setitem(attention_tiles.TILES, "cpu", attention_tiles.Tiles((4, 7), 128, ""))
+  monkeypatch.setitem(attention.TILES, "cpu", attention.Tiles((4, 7), 128, ""))
   keys = {**FLOAT64, "training.attention_kernel": "blockwise"}
   with jax.enable_x64(True):
     ours = logits(job_of(family, **keys), arrays_of(family))

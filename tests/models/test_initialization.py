@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from models.block import Block
+from models.layer_stack import Block
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job
 from tests.models import families

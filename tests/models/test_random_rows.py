@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from models.random_rows import bernoulli_rows
+from models.layers import bernoulli_rows
 
 
 @pytest.mark.parametrize("x64", [False, True])

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.rope import (
+from models.positions import (
   apply_rope,
   attention_factor,
   rope_table,

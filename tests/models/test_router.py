@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import router as routing
-from models.router import Router
+from models import experts as routing
+from models.experts import Router
 from tests.models.write_families import PYTHONS
 
 EXPERTS, TOKENS = 12, 50

@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import token_positions
+from models import positions
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 
 
 def test_positions_restart_in_each_segment():
   segments_BT = jnp.asarray([[0, 0, 0, 1, 1, 2, 3], [0] * 7, [5, 5, 2, 2, 2, 9, 9]], jnp.int32)
-  assert token_positions.positions(segments_BT).tolist() == [
+  assert positions.positions(segments_BT).tolist() == [
     [0, 1, 2, 0, 1, 0, 0],
     [0, 1, 2, 3, 4, 5, 6],
     [0, 1, 0, 1, 2, 0, 1],

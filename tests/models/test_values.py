@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention, layers, rope
+from models import attention, layers, positions
 from models import losses as model_losses
 from partitioning import dtypes
 from tests.models import numpy_decoder
@@ -141,12 +141,12 @@ def test_a_clamped_gate_is_gpt_oss_hidden_layer():
 
 
 def test_rotary_positions_round_once():
-  (x, narrow_x), positions = normal(2, 512, 3, 16), np.arange(512)
-  frequency = rope.rotary_frequencies(16, 1e4, dtype=jnp.dtype("float32"))
-  table = rope.rope_table(jnp.asarray(positions, jnp.int32)[None], frequency)
-  found = rope.apply_rope(narrow_x, table)
+  (x, narrow_x), places = normal(2, 512, 3, 16), np.arange(512)
+  frequency = positions.rotary_frequencies(16, 1e4, dtype=jnp.dtype("float32"))
+  table = positions.rope_table(jnp.asarray(places, jnp.int32)[None], frequency)
+  found = positions.apply_rope(narrow_x, table)
   model = job_of("llama2", **{"model.head_size": 16}).config.model
-  wanted = np.stack([numpy_decoder.rotated(model, row, positions, sees_all=True) for row in x])
+  wanted = np.stack([numpy_decoder.rotated(model, row, places, sees_all=True) for row in x])
   assert share_rounded_otherwise(found, wanted) < 1e-2  # of sums near zero, more than once
 
 
@@ -168,7 +168,7 @@ def test_the_cross_entropy_of_bfloat16_logits_is_in_float32():
     (layers, lambda: test_norms_round_once("rms")),
     (layers, lambda: test_norms_round_once("layer")),
     (attention, lambda: test_the_softmax_of_scores_is_not_in_bfloat16(0.0)),
-    (rope, test_rotary_positions_round_once),
+    (positions, test_rotary_positions_round_once),
     (model_losses, test_the_cross_entropy_of_bfloat16_logits_is_in_float32),
   ],
 )

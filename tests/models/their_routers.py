@@ -2,7 +2,7 @@
 
   PYTHON tests/models/their_routers.py FOLDER
 
-FOLDER has routers.json (name -> the numbers of models.router.Router) and given.npz (NAME/logits,
+FOLDER has routers.json (name -> the numbers of models.experts.Router) and given.npz (NAME/logits,
 NAME/bias); written.npz gets NAME/gates and NAME/experts. Nothing of this project is imported.
 """
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from models import activations, experts, model_spec
-from models.router import route, smallest_margin
+from models.experts import route, smallest_margin
 from tests.helpers.jobs import host_batch, place
 from training.setup import Job
 

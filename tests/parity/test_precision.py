@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from models import layers, rope
+from models import layers, positions
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job
 from tests.parity.test_bfloat16 import equations
@@ -63,7 +63,7 @@ def test_sums_softmax_norms_angles_and_logits_are_in_float32(mesh):
   [
     ("models.layers", {"rsqrt", "reduce_sum"}),  # norms, and the gradients of scales and biases
     ("models.attention", {"exp", "reduce_max", "tanh"}),  # the softmax of the scores, soft-capped
-    ("models.layer_pattern", {"cos", "sin"}),  # angles of positions
+    ("models.positions", {"cos", "sin"}),  # angles of positions
     ("models.transformer", {"tanh"}),  # the soft cap of the logits
   ],
 )
@@ -110,10 +110,10 @@ def test_a_rotation_is_rounded_once(monkeypatch):
   wanted = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
   def function():
-    found = rope.apply_rope(jnp.asarray(x), jnp.asarray(table, jnp.float32))
+    found = positions.apply_rope(jnp.asarray(x), jnp.asarray(table, jnp.float32))
     return found, wanted, np.abs(wanted)
 
-  good, bad = rounded_once(function, monkeypatch, rope)
+  good, bad = rounded_once(function, monkeypatch, positions)
   assert good < 1.01 < 4 < bad
 
 

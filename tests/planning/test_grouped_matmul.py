@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from partitioning.parallel.grouped_matmul import Way, grouped_matmul
+from partitioning.parallel.expert_exchange import Way, grouped_matmul
 from planning import aot
 from planning.roofline import Costs
 from planning.topology import parse

@@ -8,7 +8,8 @@ import pytest
 from etils import epath
 
 from processes import preflight
-from processes.preflight import DifferenceError, NotComeError, agree, differences, same_folder
+from processes.coordination import NotTogetherError
+from processes.preflight import DifferenceError, agree, differences, same_folder
 from tests.processes.stores import groups_of, together
 
 
@@ -89,7 +90,7 @@ def test_someone_who_does_not_come_is_named():
     )
   )
   for result in results:
-    assert isinstance(result, NotComeError)
+    assert isinstance(result, NotTogetherError)
     assert "process 2 of 3 has not reached 'run' within" in str(result)
     assert "processes.start_timeout_seconds=0.2" in str(result)
 

@@ -5,8 +5,9 @@ import functools
 import pytest
 
 from processes import heartbeat
+from processes.coordination import NotTogetherError
 from processes.heartbeat import Exchange
-from processes.preflight import DifferenceError, NotComeError, agree
+from processes.preflight import DifferenceError, agree
 from tests.processes.stores import SharedStore, groups_of, together
 
 FEW, MANY = 20, 60
@@ -127,5 +128,5 @@ def test_who_differs_only_by_the_word_of_process_0_is_not_refused():
   second.wait = lambda *_, **__: None
   first.put("digests/run/0", {"digest": "a"})
   first.put("verdicts/run", {"text": "the processes differ", "examples": [0, 0]})
-  with pytest.raises(NotComeError, match="what this process does not see"):
+  with pytest.raises(NotTogetherError, match="what this process does not see"):
     agree(second, "run", {}, timeout_seconds=1)

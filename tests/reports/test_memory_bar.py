@@ -2,7 +2,7 @@
 
 import pytest
 
-from reports import memory_bar
+from reports import html
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from reports import memory_bar
   ],
 )
 def test_parts_and_lines_have_one_scale(limit, peak, scale, expected):
-  bar = memory_bar.bar({"a": 100.0, "b": 200.0, "c": 0.0}, limit, peak)
+  bar = html.memory_bar({"a": 100.0, "b": 200.0, "c": 0.0}, limit, peak)
   assert bar["text"] == expected
   shares = [10_000 / scale, 20_000 / scale, 0]
   assert [one["percent"] for one in bar["parts"]] == pytest.approx(shares)
@@ -27,11 +27,11 @@ def test_parts_and_lines_have_one_scale(limit, peak, scale, expected):
 
 
 def test_nothing_is_an_empty_bar():
-  assert memory_bar.bar({})["text"] == "0 Bytes"
+  assert html.memory_bar({})["text"] == "0 Bytes"
 
 
 def test_bars_beside_one_another_have_one_scale():
-  bar = memory_bar.bar({"a": 100.0}, beside=400.0)
+  bar = html.memory_bar({"a": 100.0}, beside=400.0)
   assert bar["parts"][0]["percent"] == pytest.approx(25)
-  bar = memory_bar.bar({"a": 100.0}, 2000.0, beside=400.0)
+  bar = html.memory_bar({"a": 100.0}, 2000.0, beside=400.0)
   assert (bar["parts"][0]["percent"], bar["limit"]) == pytest.approx((5, 100))

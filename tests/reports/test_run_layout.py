@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from reports import drawings, grid, pipeline_picture, run_files, run_layout, run_sections
+from reports import drawings, grid, layout_page, pipeline_picture, run_files, run_sections
 from reports.layout_page import Side
 from tests.helpers.jobs import make_job
 from tests.reports import runs
@@ -20,12 +20,12 @@ PIPELINE = {
 @pytest.mark.parametrize("strategy", ["dp2_fsdp2_tp2", "single"])
 def test_stored_drawings_read_back(strategy):
   job = make_job(strategy, "lm")
-  stored = json.loads(json.dumps(run_layout.content(job)))
+  stored = json.loads(json.dumps(layout_page.stored_layout(job)))
   side = Side("", job)
   assert grid.from_json(stored["mesh"]) == side.mesh
   assert stored["caption"] == side.caption
   parameters = job.placements["parameters"]
-  assert len(stored["drawings"]) == run_layout.MOST_DRAWINGS
+  assert len(stored["drawings"]) == layout_page.MOST_DRAWINGS
   for one in stored["drawings"]:
     assert grid.from_json(one["sheet"]) == side.drawing(parameters[one["names"][0]])
   [first, *_] = stored["drawings"]
@@ -34,7 +34,7 @@ def test_stored_drawings_read_back(strategy):
 
 def test_a_pipeline_is_stored_and_drawn(tmp_path):
   job = make_job("dp2_fsdp2_tp2", "lm", **PIPELINE)
-  runs.write(tmp_path, layout=run_layout.content(job))
+  runs.write(tmp_path, layout=layout_page.stored_layout(job))
   run = run_files.read(tmp_path)
   assert run.layout["pipeline"] == {
     **{"kind": "1f1b", "stages": 2, "microbatches": 4, "chunks": 1, "layers": 2}
@@ -42,14 +42,14 @@ def test_a_pipeline_is_stored_and_drawn(tmp_path):
   section = run_sections.pipeline(run)
   assert section.values["picture"] == pipeline_picture.svg(job.program.pipeline, 2)
   for key, value in (("stages", 0), ("chunks", "2"), ("kind", "<b>"), ("layers", 2**30)):
-    content = run_layout.content(job)
+    content = layout_page.stored_layout(job)
     content["pipeline"][key] = value
     assert run_files.read(runs.write(tmp_path, layout=content)).layout is None
 
 
 def test_a_large_mesh_is_not_drawn(monkeypatch):
-  monkeypatch.setattr(run_layout, "MOST_DEVICES", 7)
+  monkeypatch.setattr(layout_page, "MOST_DEVICES", 7)
   monkeypatch.setattr(drawings, "picture", None)
-  stored = run_layout.content(make_job("dp8", "mlp"))
+  stored = layout_page.stored_layout(make_job("dp8", "mlp"))
   assert (stored["mesh"], stored["drawings"]) == (None, [])
   assert "8 simulated CPU devices" in stored["caption"]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from reports import charts, run_charts, run_commands, run_files, run_layout, run_page
+from reports import charts, layout_page, run_charts, run_files, run_page, run_sections
 from tests.helpers.jobs import make_job
 from tests.reports import runs
 from tests.reports.test_layout_page import Reader
@@ -19,7 +19,7 @@ def job():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, job):
-  return runs.write(tmp_path_factory.mktemp("a run"), layout=run_layout.content(job))
+  return runs.write(tmp_path_factory.mktemp("a run"), layout=layout_page.stored_layout(job))
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def test_what_a_restart_has_undone_is_gone(text):
 
 
 def test_commands_are_those_of_the_newest_start(folder):
-  commands = dict(run_commands.of_run(run_files.read(folder)))
+  commands = dict(run_sections.commands_of_run(run_files.read(folder)))
   head = "python main.py"
   rest = "--config=configs/dp4_tp2.py '--workdir=my runs/a'"
   assert commands["resume"] == f"{head} {rest} --accept_changes=versions.code"

@@ -2,12 +2,11 @@
 
 import html
 import re
-import xml.etree.ElementTree
 
 import pytest
 
 from planning.search_results import COMPILER, Estimate, Found, Tried
-from reports import search_page, search_picture, search_text
+from reports import search_page, search_text
 
 GIB = 2**30
 
@@ -91,31 +90,21 @@ def test_each_setting_is_reported_as_it_is_found(tried, expected):
   assert search_text.tried_line(1, tried, COMPILER) == expected
 
 
-def points(drawn: str, kind: str) -> list[tuple[float, float]]:
-  root = xml.etree.ElementTree.fromstring(drawn)
-  return [
-    (float(one.get("cx")), float(one.get("cy")))
-    for one in root.iter("circle")
-    if one.get("class", "") == kind
-  ]
+def points(drawn, place):
+  """Returns where the point of a setting is, in the picture's pixels."""
+  point = re.search(
+    rf'id="search-setting{place}">.*?<use [^>]*x="([^"]+)" y="([^"]+)"', drawn, re.S
+  )
+  return float(point[1]), float(point[2])
 
 
 def test_the_picture_has_memory_to_the_right_and_time_up():
-  drawn = search_picture.svg(FOUND)
-  fast, small = points(drawn, "ahead")
+  drawn = search_page.picture(FOUND)
+  fast, small = points(drawn, 1), points(drawn, 2)
   assert fast[0] > small[0]  # more memory
   assert fast[1] > small[1]  # less time: y grows downwards
-  assert len(points(drawn, "")) == 2  # by formula, of which one does not fit
-  line = re.search(r'<polyline class="front" points="([^"]+)"', drawn)[1].split()
-  assert line == [f"{x:.1f},{y:.1f}" for x, y in (small, fast)]
-  assert search_picture.svg(NOTHING) == ""
-
-
-def test_ticks_are_round_and_around_all_values():
-  assert search_picture._ticks([0.0, 65.0]) == [0, 20, 40, 60, 80]
-  assert search_picture._ticks([1.1, 1.4]) == [1.1, 1.2, 1.3, 1.4]
-  first, *_, last = search_picture._ticks([2.0])
-  assert first <= 2.0 < last
+  assert drawn == search_page.picture(FOUND)
+  assert search_page.picture(NOTHING) == ""
 
 
 def test_the_page_has_verdict_picture_table_and_overrides():
@@ -124,7 +113,7 @@ def test_the_page_has_verdict_picture_table_and_overrides():
   assert "Search: &lt;x&gt;" in page
   assert search_text.verdict(FOUND) in text
   assert search_text.verdict(NOTHING) in text
-  assert search_picture.svg(FOUND) in page
+  assert search_page.picture(FOUND, "search0") in page
   copied = re.sub("</?span[^>]*>", "", text)
   for row in FOUND.rows:
     assert search_text.overrides(row) in copied
@@ -133,13 +122,13 @@ def test_the_page_has_verdict_picture_table_and_overrides():
 
 
 def test_labels_that_would_overlap_are_one():
-  assert search_picture.numbers_text([7, 2, 1, 3]) == "1-3,7"
+  assert search_page.numbers_text([7, 2, 1, 3]) == "1-3,7"
   near = [estimate(1.0 + n / 1000, 36, **{"mesh.fsdp": n}) for n in range(3)]
   far = estimate(1.3, 10, **{"mesh.fsdp": 9})
   tried = [Tried(one, one.bytes, one.seconds) for one in [*near, far]]
-  svg = search_picture.svg(Found(**VALUES, tried=tried, source=COMPILER))
+  svg = search_page.picture(Found(**VALUES, tried=tried, source=COMPILER))
   assert re.findall(r">([\d,-]+)</text>", svg)[-2:] == ["4", "1-3"]
-  assert svg.count("<circle class=") == 4
+  assert svg.count("<title>") == 4
 
 
 def test_the_page_tells_settings_of_a_mesh_apart():

@@ -151,10 +151,11 @@ def test_the_place_of_an_error_is_the_users(tmp_path):
   assert extensions.error_text(caught.value) == f"{path}:2: SyntaxError: invalid syntax"
 
 
-HEAD = "import models.block\nfrom models import block, mlp as classifier\nimport os, jax, helper\n"
+HEAD = "import models.layers\nfrom models import layers as block, mlp as classifier\n"
+HEAD += "import os, jax, helper\n"
 CHANGES = [
   "block.MLP = helper.Mine",
-  "models.block.MLP = helper.Mine",
+  "models.layers.MLP = helper.Mine",
   "block.MLP.epsilon: float = 1e-3",
   "block.EPSILON += 1",
   "a, block.MLP = 1, helper.Mine",

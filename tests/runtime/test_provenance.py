@@ -17,14 +17,15 @@ ROOT = provenance.ROOT
 # Files beside those of NUMERICS in the same folders, which do not determine what a run computes.
 OTHERS = {
   "partitioning": "__init__ mesh_sizes shardings",
-  "training": "__init__ base_parameters callbacks compiler_options coordinate_check due "
+  "training": "__init__ base_parameters callbacks compiler_options coordinate_check "
   "evaluation history loop metrics/__init__ metrics/built_in_sinks metrics/console "
   "metrics/goodput metrics/log_lines metrics/profiler metrics/reader metrics/sinks "
   "metrics/throughput metrics/tracker metrics/writer named_activations "
-  "observer parity record_schema replay replica_check replica_digests restore run_tokenizer saving "
-  "trained_tokenizer train_steps workdir_files workdir_owner checkpointing/__init__ "
+  "parity replay replica_check restore run_tokenizer "
+  "workdir_files checkpointing/__init__ "
   "checkpointing/async_writer checkpointing/checkpointer checkpointing/consensus "
-  "checkpointing/integrity checkpointing/restore checkpointing/resume_policy",
+  "checkpointing/integrity checkpointing/restore "
+  "checkpointing/resume_policy",
 }
 
 

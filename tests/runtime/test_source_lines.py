@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from runtime import hlo
-from runtime.source_lines import Place, op_name, source, stack, stacks
+from runtime.hlo import Place, op_name, source, stack, stacks
 
 TABLES = """FileNames
 1 "/a/model.py"

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from runtime import xla_flags
+from runtime import devices
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from runtime import xla_flags
 def test_a_flag_that_xla_aborts_over_is_refused(monkeypatch, value, said):
   monkeypatch.setenv("XLA_FLAGS", value)
   with pytest.raises(ValueError, match="XLA does not start with it") as refusal:
-    xla_flags.check()
+    devices.check_xla_flags()
   assert str(refusal.value).startswith(f"XLA_FLAGS={value}: ")
   assert said in str(refusal.value)
   assert "\n" not in str(refusal.value)
@@ -26,7 +26,7 @@ def test_a_flag_that_xla_aborts_over_is_refused(monkeypatch, value, said):
 
 def test_flags_that_xla_knows_pass(monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
-  xla_flags.check()
+  devices.check_xla_flags()
 
 
 @pytest.mark.parametrize("value", [None, "", " "])
@@ -35,4 +35,4 @@ def test_without_flags_no_process_is_started(monkeypatch, value):
   monkeypatch.delenv("XLA_FLAGS", raising=False)
   if value is not None:
     monkeypatch.setenv("XLA_FLAGS", value)
-  xla_flags.check()
+  devices.check_xla_flags()

@@ -115,11 +115,12 @@ def train(
   ramp = Ramp.of(prepared.config.data)
   data = Data(TrainingBatches(rows, global_batch_size=batch, seed=0, ramp=ramp), held_out)
   folder.mkdir(parents=True, exist_ok=True)
-  record, newest = restore.check_resume(prepared, rows, folder, accept)
-  start = restore.begin(prepared, folder, record, newest=newest)
+  checkpoints = restore.RunCheckpoints(prepared, folder)
+  record, newest = checkpoints.check_resume(rows, accept)
+  start = checkpoints.begin(record, newest=newest)
   start.checkpointer.start_writing()
   with Watchdog(current(), StopRequest() if stop is None else stop) as watch:
-    return loop.train(prepared, data, start, folder, watch, started=started)
+    return loop.train(data, start, watch, started=started)
 
 
 def saved(workdir: pathlib.Path) -> list[int]:

@@ -243,8 +243,8 @@ def test_batches_that_were_passed_cannot_be_skipped_any_more(tmp_path):
 # ------------------------------ the judge ------------------------------
 
 
-def config(**keys) -> ConfigDict:
-  """Returns the keys that the judge reads."""
+def judge(record=None, done=0, ramp=(), **keys) -> BadSteps:
+  """Returns a judge of a run with these keys of `training`."""
   training = {
     "on_bad_step": "roll_back",
     "bad_step_deviations": 3.0,
@@ -254,8 +254,8 @@ def config(**keys) -> ConfigDict:
     **keys,
   }
   data = {"skip_rows": (), "global_batch_size": 4, "sequence_length": 0}
-  ramps = {"batch_size_ramp": (), "sequence_length_ramp": ()}
-  return ConfigDict({"training": training, "data": {**data, **ramps}})
+  data |= {"batch_size_ramp": ramp, "sequence_length_ramp": ()}
+  return BadSteps(ConfigDict(training), ConfigDict(data), record or {}, done)
 
 
 def judged(bad_steps, *losses) -> list[bool]:
@@ -265,22 +265,22 @@ def judged(bad_steps, *losses) -> list[bool]:
 
 def test_a_loss_is_compared_with_the_last_ones():
   # Of 1, 2, 3, 4 the mean is 2.5, the standard deviation 1.118.
-  assert judged(BadSteps(config(), {}), 1, 2, 3, 4, 5.86) == [False] * 4 + [True]
-  assert judged(BadSteps(config(), {}), 1, 2, 3, 4, 5.85) == [False] * 5
-  assert judged(BadSteps(config(), {}), 1, 2, 3, 4, -99) == [False] * 5  # only above
-  assert judged(BadSteps(config(), {}), 1, 1e9, 1, 2) == [False] * 4  # the window is not full
+  assert judged(judge(), 1, 2, 3, 4, 5.86) == [False] * 4 + [True]
+  assert judged(judge(), 1, 2, 3, 4, 5.85) == [False] * 5
+  assert judged(judge(), 1, 2, 3, 4, -99) == [False] * 5  # only above
+  assert judged(judge(), 1, 1e9, 1, 2) == [False] * 4  # the window is not full
   # A bad loss does not enter the window, and an old one leaves it.
-  found = judged(BadSteps(config(), {}), 1, 2, 3, 4, 50, 50, 5, 6, 50)
+  found = judged(judge(), 1, 2, 3, 4, 50, 50, 5, 6, 50)
   assert [number for number, bad in enumerate(found) if bad] == [4, 5, 8]
-  assert judged(BadSteps(config(bad_step_deviations=0.0), {}), 1, 2, 3, 4, 1e30) == [False] * 5
-  assert judged(BadSteps(config(), {}), 1.0, math.nan, math.inf) == [False, True, True]
+  assert judged(judge(bad_step_deviations=0.0), 1, 2, 3, 4, 1e30) == [False] * 5
+  assert judged(judge(), 1.0, math.nan, math.inf) == [False, True, True]
 
 
 def test_the_record_gives_everything_back_to_the_bit():
-  one = BadSteps(config(), {})
+  one = judge()
   judged(one, 0.1 + 0.2, 1 / 3, 2.5e-17, 7.0, math.pi)
   one.roll_back(9, "loss is nan", 5, (5,), one.record())
-  again = BadSteps(config(), json.loads(json.dumps(one.record())), 5)
+  again = judge(json.loads(json.dumps(one.record())), 5)
   assert again.record() == one.record()
   assert again.position == one.position
   assert again.position.skipped == ((32, 36),)
@@ -289,7 +289,7 @@ def test_the_record_gives_everything_back_to_the_bit():
 
 
 def test_going_back_forgets_the_losses_of_the_undone_steps():
-  bad_steps = BadSteps(config(), {})
+  bad_steps = judge()
   judged(bad_steps, 1, 2, 3)
   record = bad_steps.record()
   judged(bad_steps, 4, 5)
@@ -298,7 +298,7 @@ def test_going_back_forgets_the_losses_of_the_undone_steps():
 
 
 def test_how_far_it_goes_back():
-  bad_steps = BadSteps(config(bad_step_skips=3), {})
+  bad_steps = judge(bad_step_skips=3)
   assert bad_steps.target(9, ()) == 0
   assert bad_steps.target(9, (2, 4, 6)) == 6
   assert bad_steps.target(8, (2, 4, 6)) == 4
@@ -310,9 +310,7 @@ def test_how_far_it_goes_back():
 
 
 def test_a_rollback_skips_the_rows_that_the_ramp_gave_the_step():
-  given = config()
-  given.data.batch_size_ramp = ((0, 2), (5, 4))
-  bad_steps = BadSteps(given, {})
+  bad_steps = judge(ramp=((0, 2), (5, 4)))
   rollback = bad_steps.roll_back(7, "bad", 5, [5], bad_steps.record())
   assert rollback.skipped_rows == ((14, 18),)  # after 5 steps of 2 rows and one of 4
   rows = [bad_steps.position.rows(step) for step in (4, 5, 6, 7)]
@@ -349,11 +347,11 @@ def test_jax_debug_infs_finds_what_is_infinite_alone(debug):
   state = first_state(job)
   metrics = {"loss": jnp.ones(())}
   infinite, nan = (dict(metrics, own=jnp.full((), value)) for value in (math.inf, math.nan))
-  DebugNans(job).after_step(1, state, infinite)
+  DebugNans(job.compile, job.mesh).after_step(1, state, infinite)
   debug("jax_debug_infs")
-  DebugNans(job).after_step(1, state, metrics)
-  DebugNans(job).after_step(1, state, nan)
+  DebugNans(job.compile, job.mesh).after_step(1, state, metrics)
+  DebugNans(job.compile, job.mesh).after_step(1, state, nan)
   with pytest.raises(
     TrainingStoppedError, match=r"step 2: JAX_DEBUG_INFS has found own \(1 of 1 el"
   ):
-    DebugNans(job).after_step(2, state, infinite)
+    DebugNans(job.compile, job.mesh).after_step(2, state, infinite)

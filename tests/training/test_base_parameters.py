@@ -13,7 +13,8 @@ from etils import epath
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, make_job
 from tests.training import runs
-from training import base_parameters, restore
+from training import restore
+from training.base_parameters import ParameterReader
 from training.checkpointing import restore as reading
 from training.checkpointing import resume_policy
 from training.checkpointing.checkpointer import Checkpointer
@@ -63,7 +64,7 @@ def save(workdir, state, prepared, base=None):
   tree = vars(state)
   if base is not None:
     record |= base.record()
-    tree = base_parameters.trained_part(prepared, state)
+    tree = ParameterReader(prepared).trained_part(state)
   with Checkpointer(epath.Path(workdir) / reading.FOLDER) as checkpoints:
     checkpoints.save(4, tree, config=resume_policy.plain(prepared.config), record=record)
 
@@ -118,7 +119,7 @@ def test_another_mesh_reads_it_and_has_the_same_digest(bases, whole):
     assert base.step == 4
     _, frozen = prepared.program.split(state.params)
     altered = {n: x if n != "layer_2/bias" else -x for n, x in named_leaves(frozen).items()}
-    assert base_parameters.digest(prepared, altered) not in digests
+    assert ParameterReader(prepared).digest(altered) not in digests
   assert len(digests) == 1
   other = params_of(whole, 6, job(str(bases[0]), "dp2_fsdp2_tp2"))
   for name, x in params_of(whole, 6, job(str(bases[0]))).items():
@@ -130,9 +131,9 @@ def test_another_base_and_a_missing_one_are_refused_in_one_message(bases, whole,
     params_of(whole, 6, job(str(bases[1])))
   shutil.copytree(whole, tmp_path / "run")
   folder = epath.Path(tmp_path / "run")
-  record, newest = restore.check_resume(job(str(bases[1])), runs.source(), folder)
+  record, newest = restore.RunCheckpoints(job(str(bases[1])), folder).check_resume(runs.source())
   with pytest.raises(ValueError, match=r"its record has [0-9a-f]{12}, of .*/4; give those, --conf"):
-    restore.begin(job(str(bases[1])), folder, record, newest=newest)
+    restore.RunCheckpoints(job(str(bases[1])), folder).begin(record, newest=newest)
   with pytest.raises(ValueError, match=r"(?s)cannot be read from .*gone.*if they have moved, give"):
     params_of(whole, 6, job(str(tmp_path / "gone")))
   # A copy elsewhere is the same base.
@@ -145,9 +146,9 @@ def test_a_run_that_has_saved_all_continues_to(bases, tmp_path):
   state = first_state(alone)
   kernel = np.asarray(state.params["layer_2"]["kernel"])
   save(tmp_path, state, alone)
-  start = restore.begin(named, epath.Path(tmp_path), {})
+  start = restore.RunCheckpoints(named, epath.Path(tmp_path)).begin({})
   assert start.base is None
-  assert start.saved(start.state) == vars(start.state)
+  assert start.saved_part(start.state) == vars(start.state)
   np.testing.assert_array_equal(start.state.params["layer_2"]["kernel"], kernel)
   start.checkpointer.close()
 

@@ -66,7 +66,7 @@ def made(tmp_path_factory):
 
 def batch_of(job, packing):
   """Returns all rows of the training split, and then rows of weight 0; and how many there are."""
-  data = splits.read_as(job.config)
+  data = splits.read_as(job.config.data, job.config.task)
   data.packing = packing
   source = row_source.open_source(data, "train", 0)
   found = source.read(np.arange(len(source)))

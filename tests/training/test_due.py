@@ -2,7 +2,7 @@
 
 from ml_collections import ConfigDict
 
-from training.due import Due
+from training.loop import Due
 
 STEPS = 10
 

@@ -8,7 +8,6 @@ import pytest
 
 from tests.helpers.cli import TINY_LM, lines_of
 from tests.helpers.jobs import make_job
-from training import reference
 
 TEMPLATE = (
   "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}"
@@ -90,6 +89,6 @@ def test_a_run_is_resumed_to_the_bit_and_its_reference_is_that_of_its_start(
 def test_with_adapters_nothing_is_stored():
   sizes = {"data.files": "pairs.jsonl", "data.sequence_length": 8}
   recipe = "model=lm,data=preferences"
-  assert reference.needed(make_job("single", recipe, **sizes))
-  assert not reference.needed(make_job("single", recipe, **sizes, **{"lora.rank": 2}))
-  assert not reference.needed(make_job("single", "lm"))
+  assert make_job("single", recipe, **sizes).needs_reference
+  assert not make_job("single", recipe, **sizes, **{"lora.rank": 2}).needs_reference
+  assert not make_job("single", "lm").needs_reference

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
 from tests.helpers.flips import altered
-from training import replica_digests
+from training import replica_check
 
 SIZES = {axis: {"data": 2, "tensor": 4}.get(axis, 1) for axis in AXES}
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int32", "int8", "uint16", "bool")
@@ -34,7 +34,7 @@ def test_every_bit_of_every_dtype_counts(dtype):
         flipped = values.copy()
         flipped.reshape(-1).view(np.uint8)[byte] ^= np.uint8(1 << bit)
         one_bit.append(flipped)
-    digest = jax.jit(lambda stacked: jax.vmap(lambda x: replica_digests.digests([x])[0])(stacked))
+    digest = jax.jit(lambda stacked: jax.vmap(lambda x: replica_check.digests([x])[0])(stacked))
     found = np.asarray(digest(np.stack([values, *one_bit])))
   assert len(one_bit) >= 6
   assert found.dtype == np.uint32
@@ -44,7 +44,7 @@ def test_every_bit_of_every_dtype_counts(dtype):
 
 def test_bits_are_read_and_not_values():
   nans = np.array([0x7FC00000, 0x7FC00001, 0xFFC00000, 0x7F800001], np.uint32).view(np.float32)
-  digest = jax.jit(lambda x: replica_digests.digests([x])[0])
+  digest = jax.jit(lambda x: replica_check.digests([x])[0])
   found = {
     int(digest(np.array([1, x], np.float32))) for x in [*nans, np.float32(0), -np.float32(0)]
   }
@@ -53,7 +53,7 @@ def test_bits_are_read_and_not_values():
 
 def test_place_and_array_count():
   one, other = np.float32([[1, 2, 3]]), np.float32([[4, 5, 6]])
-  digest = jax.jit(replica_digests.digests)
+  digest = jax.jit(replica_check.digests)
   seen = [(one, other), (other, one), (one[:, ::-1], other), (one, other[:, [0, 2, 1]])]
   found = {tuple(int(x) for x in digest(pair)) for pair in seen}
   assert len(found) == len(seen)
@@ -63,8 +63,8 @@ def test_place_and_array_count():
 def test_all_arrays_of_one_shape_have_digests_of_their_own():
   random = np.random.default_rng(0)
   blocks = [random.standard_normal(shape).astype(np.float32) for shape in ((3, 5), (5,), (3, 5))]
-  together = jax.jit(replica_digests.digests)(blocks)
-  changed = jax.jit(replica_digests.digests)([blocks[0], blocks[1], blocks[2] + 1])
+  together = jax.jit(replica_check.digests)(blocks)
+  changed = jax.jit(replica_check.digests)([blocks[0], blocks[1], blocks[2] + 1])
   assert [int(a) == int(b) for a, b in zip(together, changed, strict=True)] == [True, True, False]
 
 
@@ -73,7 +73,7 @@ def test_all_arrays_of_one_shape_have_digests_of_their_own():
 
 def test_holders_are_the_devices_whose_parts_are_the_same(mesh):
   def numbers(*entries):
-    found = replica_digests.holders(NamedSharding(mesh, PartitionSpec(*entries)), (8, 16))
+    found = replica_check.holders(NamedSharding(mesh, PartitionSpec(*entries)), (8, 16))
     return [[d.id for d in devices] for devices in found]
 
   assert numbers() == [list(range(8))]
@@ -104,9 +104,9 @@ def compiled(mesh):
   abstract = {
     name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in arrays.items()
   }
-  held = replica_digests.Copies(abstract, mesh)
+  held = replica_check.Copies(abstract, mesh)
   assert list(held.leaves) == [name for name in SPECS if name != "apart"]
-  program = replica_digests.digest_program(held.leaves, mesh)
+  program = replica_check.digest_program(held.leaves, mesh)
   programs = [
     jax.jit(program, out_shardings=NamedSharding(mesh, spec))
     for spec in (PartitionSpec(AXES), PartitionSpec())

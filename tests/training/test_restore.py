@@ -15,7 +15,8 @@ from partitioning.rules import named_leaves
 from runtime import files
 from tests.interop import folders
 from tests.training import runs
-from training import base_parameters, restore
+from training import restore
+from training.base_parameters import ParameterReader
 from training.checkpointing import integrity, resume_policy
 
 
@@ -42,8 +43,9 @@ def test_a_start_reads_each_small_file_of_the_newest_step_once(tmp_path, monkeyp
   sizes = integrity.file_sizes(step)
 
   counts = reads(monkeypatch, step)
-  record, newest = restore.check_resume(prepared, rows, folder)
-  start = restore.begin(prepared, folder, record, newest=newest)
+  checkpoints = restore.RunCheckpoints(prepared, folder)
+  record, newest = checkpoints.check_resume(rows)
+  start = checkpoints.begin(record, newest=newest)
 
   assert (start.step, start.known["data"]["name"]) == (2, "rows")
   small = [name for name in sizes if sizes[name] <= integrity.SMALL_BYTES]
@@ -53,8 +55,8 @@ def test_a_start_reads_each_small_file_of_the_newest_step_once(tmp_path, monkeyp
 
 def test_stages_may_change_only_where_no_step_has_been():
   def check(old, new, done):
-    config = ConfigDict({"data": {"stages": new}})
-    restore._require_same_stages({"data": {"stages": json.loads(json.dumps(old))}}, config, done)
+    before = {"stages": json.loads(json.dumps(old))}
+    restore._require_same_stages(before, ConfigDict({"stages": new}), done)
 
   first, later = (10, {"web": 1.0}), (20, {"code": 1.0})
   check((first, later), (first, later), 30)
@@ -80,7 +82,7 @@ def test_a_folders_parameters_are_read_and_none_are_drawn(tmp_path):
   programs = [job.compile_init(*given) for given in ((), (job.placed_state.params,))]
   programs = [compiled.function.as_text() for compiled in programs]
   assert [" xor(" in text for text in programs] == [True, False]  # as random numbers are made
-  base_parameters.check_model_folder(job, tmp_path)
+  ParameterReader(job).check_model_folder(tmp_path)
   state, origin, weights = restore.first_state(job)
   assert weights is None
   assert origin == f"starts with the parameters of {folders.FOLDER / 'llama'}"
@@ -134,14 +136,14 @@ def test_a_folder_is_evaluated_as_step_0():
 
 def test_a_folder_whose_numbers_differ_starts_with_a_warning(capsys, tmp_path):
   job = folder_job(**{"model.rotary_base": 9.0})
-  base_parameters.check_model_folder(job, tmp_path)
+  ParameterReader(job).check_model_folder(tmp_path)
   assert capsys.readouterr().err == "WARNING: model.rotary_base=9.0, and the folder has 500.0\n"
 
 
 def test_the_tensors_of_a_folder_are_compared_before_a_run_begins(tmp_path):
   job = folder_job(**{"model.heads": 8})
   with pytest.raises(ValueError, match=r"model.heads=8, and the folder has 4"):
-    base_parameters.check_model_folder(job, tmp_path)
+    ParameterReader(job).check_model_folder(tmp_path)
 
 
 def resumed_config(workdir, done, before, **now):

@@ -10,8 +10,8 @@ from models.load_balance import COUNTS
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.training.checkpointing.states import moved
-from training import base_parameters
 from training import step as training_step
+from training.base_parameters import ParameterReader
 from training.step import ROUTER_BIAS
 
 KEYS = {
@@ -156,11 +156,11 @@ def test_in_bfloat16_runs_it_is_float32_and_small_steps_are_not_lost():
 
 def test_checkpoints_have_it_also_where_other_parameters_are_frozen():
   job = make_job("single", "lm", **KEYS)
-  saved = named_leaves(base_parameters.trained_part(job, job.state)["params"])
+  saved = named_leaves(ParameterReader(job).trained_part(job.state)["params"])
   assert saved.keys() == named_leaves(job.state.params).keys()
-  assert base_parameters.found_at_start(job, "folder", 1, job.state) is None
+  assert ParameterReader(job).found_at_start("folder", 1, job.state) is None
   part = make_job("single", "lm", **KEYS, **{"training.trainable": ("layers/experts/*",)})
-  saved = named_leaves(base_parameters.trained_part(part, part.state)["params"])
+  saved = named_leaves(ParameterReader(part).trained_part(part.state)["params"])
   assert ROUTER_BIAS in saved
   assert "embed/table" not in saved
 

@@ -11,7 +11,7 @@ from configs import base
 from input_pipeline.text import chat_template, tokenizer, train_tokenizer
 from input_pipeline.text.conversations import Conversation
 from tests.training.checkpointing.states import save_counting
-from training import run_tokenizer, trained_tokenizer
+from training import run_tokenizer, splits
 from training.checkpointing.checkpointer import Checkpointer
 
 
@@ -121,11 +121,11 @@ def test_a_missing_tokenizer_is_trained_before_the_run(monkeypatch, tmp_path):
     train_tokenizer, "trained_once", lambda data, size, tick: asked.append(size) or "a folder"
   )
   config = base.get_config("lm_bpe", mesh={})
-  trained_tokenizer.train_missing(config)
-  trained_tokenizer.train_missing(config)  # now there is one
+  splits.train_missing_tokenizer(config)
+  splits.train_missing_tokenizer(config)  # now there is one
   assert config.data.tokenizer == "a folder"
-  trained_tokenizer.train_missing(base.get_config("lm", mesh={}))
-  trained_tokenizer.train_missing(base.get_config("mlp", mesh={}))
+  splits.train_missing_tokenizer(base.get_config("lm", mesh={}))
+  splits.train_missing_tokenizer(base.get_config("mlp", mesh={}))
   assert asked == [4096] == [config.model.vocabulary_size]
 
 
@@ -136,4 +136,4 @@ def test_only_text_of_tfds_data_sets_is_trained_on_before_a_run(recipe):
   with pytest.raises(
     ValueError, match=r"data\.train_tokenizer=300 is for TFDS data sets with text"
   ):
-    trained_tokenizer.train_missing(config)
+    splits.train_missing_tokenizer(config)

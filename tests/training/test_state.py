@@ -142,9 +142,7 @@ class Counting(mlp.MLP):
 @pytest.fixture
 def counting(monkeypatch):
   """Returns a function of config keys that makes a job of this model, in place of the MLP."""
-  members = {name: getattr(mlp, name) for name in ("legend", "parameters")}
-  members["train_flops_per_example"] = mlp.train_flops_per_example
-  monkeypatch.setitem(MODELS, "mlp", types.SimpleNamespace(**members, build=Counting))
+  monkeypatch.setitem(MODELS, "mlp", types.SimpleNamespace(SPEC=mlp.SPEC, build=Counting))
   keys = {**runs.KEYS, "training.steps": 10, "evaluation.every_steps": 5}
   return lambda **more: make_job("dp4_tp2", "mlp", **{**keys, **more})
 

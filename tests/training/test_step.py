@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from models import block, layers
+from models import layer_stack, layers
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from training.optimizer import OPTIMIZERS, Optimizer
@@ -54,14 +54,14 @@ def parameters(state):
 
 
 def test_each_dropout_of_a_layer_a_microbatch_and_a_step_has_a_key_of_its_own(monkeypatch):
-  seen, drop = [], block.dropout
+  seen, drop = [], layer_stack.dropout
 
   def noting(x_BRD, rate, key, slots_R):
     assert rate == 0.25
     jax.debug.callback(lambda data: seen.append(tuple(data.tolist())), jax.random.key_data(key))
     return drop(x_BRD, rate, key, slots_R)
 
-  monkeypatch.setattr(block, "dropout", noting)
+  monkeypatch.setattr(layer_stack, "dropout", noting)
   job = make_job("single", "lm", **DROPPING)
   step, batch = steps(job), host_batch(job)
   state, keys, losses = first_state(job), [], []

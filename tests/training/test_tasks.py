@@ -56,10 +56,10 @@ def test_rows_of_a_task_of_ones_own_are_a_registered_data_source_s(monkeypatch):
   config = base.get_config("mlp")
   config.task = "own"
   with pytest.raises(ValueError, match=r"data\.name='digits': .* only a registered data source"):
-    open_source(read_as(config), "train", 0)
+    open_source(read_as(config.data, config.task), "train", 0)
   rows = array_source("rows", {"weights": np.ones(3, np.float32)})
   monkeypatch.setitem(SOURCES, "digits", lambda data, split, seed: rows)
-  assert open_source(read_as(config), "train", 0) is rows
+  assert open_source(read_as(config.data, config.task), "train", 0) is rows
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -77,7 +77,8 @@ def test_every_recipe_has_a_task_whose_sums_and_arrays_its_model_knows(recipe):
 
 
 def test_rows_are_read_as_the_task_wants_them():
-  kinds = {recipe: read_as(base.get_config(recipe)).kind for recipe in RECIPES}
+  configs = {recipe: base.get_config(recipe) for recipe in RECIPES}
+  kinds = {recipe: read_as(config.data, config.task).kind for recipe, config in configs.items()}
   assert kinds == {
     "lm": "text",
     "mlp": "image",
@@ -87,5 +88,5 @@ def test_rows_are_read_as_the_task_wants_them():
   }
   config = base.get_config("mlp_tutorial")
   config.data.update(examples=8, input_size=3, target_size=2)
-  source = open_source(read_as(config), "train", 0)
+  source = open_source(read_as(config.data, config.task), "train", 0)
   assert {*source.fields} == {*TASKS["regression"].batch}

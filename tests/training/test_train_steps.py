@@ -13,7 +13,7 @@ from input_pipeline.row_source import array_source
 from tests.helpers.jobs import make_job
 from tests.training import runs
 from training.checkpointing import restore as reading
-from training.train_steps import TrainSteps
+from training.loop import TrainSteps
 
 BATCH_RAMP = {"data.batch_size_ramp": ((0, 2), (4, 4), (10, 8))}
 STEPS = 13
@@ -100,7 +100,8 @@ def test_only_stages_that_no_step_has_entered_may_change(tmp_path, whole):
 
 
 def test_a_step_before_those_that_were_compiled_is_compiled_when_it_is_needed():
-  steps = TrainSteps(runs.job(**KEYS, **QUIET))
+  job = runs.job(**KEYS, **QUIET)
+  steps = TrainSteps(job.compile_train_step, job.batches, job.mesh)
   assert not steps.has(0)
   function = steps.after(0)
   assert steps.has(3)
@@ -111,7 +112,7 @@ def test_a_step_before_those_that_were_compiled_is_compiled_when_it_is_needed():
 def test_a_stage_whose_layout_fails_is_refused_with_its_sizes():
   ramp = {"data.sequence_length_ramp": ((0, 3), (5, 12)), "mesh.tensor": 2}
   with pytest.raises(
-    ValueError, match=r"(?s)steps 1 to 5, 64 rows of 3 tokens: .* = 3 is not divisible"
+    ValueError, match=r"(?s)steps 1 to 5: 64 rows of 3 tokens: .* = 3 is not divisible"
   ):
     make_job("single", "lm", **ramp, **{"partitioning.sequence_parallel": True})
 

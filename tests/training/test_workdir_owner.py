@@ -10,7 +10,7 @@ from processes.workdir_lease import LostError, acquire, claims_to
 from runtime import files
 from tests.helpers.jobs import make_job
 from tests.training.metrics.test_append_log import scalars
-from training import workdir_owner
+from training import restore, workdir_files
 from training.metrics.log_lines import LogFile
 from training.metrics.writer import MetricsWriter
 
@@ -20,7 +20,7 @@ class Watch:
 
   def __init__(self):
     self.stop = ""
-    self.group = workdir_owner.groups.current()
+    self.group = workdir_files.groups.current()
 
   def at(self, *arguments):
     """Takes no note."""
@@ -35,6 +35,13 @@ def take(workdir):
 
   settings = {"wait_seconds": 0.0, "ending_seconds": 0.0, "clock": lambda: now[0], "sleep": sleep}
   return acquire(claims_to(workdir), "run", lease_seconds=1.0, **settings)
+
+
+def owned(job, workdir):
+  """Returns the context in which a run owns a folder."""
+  folder = epath.Path(workdir)
+  room = restore.RunCheckpoints(job, folder).require_room
+  return workdir_files.owned(folder, job.config.processes, Watch(), room)
 
 
 def test_a_line_of_a_run_that_is_replaced_while_it_writes_goes_into_a_file_that_is_gone(tmp_path):
@@ -90,7 +97,7 @@ def test_what_is_refused_after_the_workdir_was_taken_leaves_it_as_it_was(tmp_pat
   job, workdir = make_job("single", "mlp"), tmp_path / "new" / "run"
 
   def refused():
-    with workdir_owner.owned(job, epath.Path(workdir), Watch()) as owner:
+    with owned(job, workdir) as owner:
       assert (workdir / "owner" / "000001.json").exists()
       assert owner.number == 1
       raise ValueError("another batch size")
@@ -103,7 +110,7 @@ def test_what_is_refused_after_the_workdir_was_taken_leaves_it_as_it_was(tmp_pat
 def test_a_run_takes_over_the_workdir_and_reports_the_earlier_claims(tmp_path):
   job = make_job("single", "mlp", **{"processes.lease_seconds": 20.0})
   for number in (1, 2, 3):
-    with workdir_owner.owned(job, epath.Path(tmp_path), Watch()) as owner:
+    with owned(job, tmp_path) as owner:
       assert owner.number == number
       said = json.loads(pathlib.Path(tmp_path, "owner", f"{number:06}.json").read_text())
       assert (said["lease_seconds"], said["processes"]) == (20.0, 1)

@@ -11,7 +11,7 @@ import time
 from processes.coordination import Group
 
 # Names of barriers and messages, the same on every process.
-_POINT, _SAID, _FAILED, _SHARED = "checkpoint", "checkpoint_said", "save_failed", "save_shared"
+_POINT, _FAILED, _SHARED = "checkpoint", "save_failed", "save_shared"
 
 
 class ElsewhereError(RuntimeError):
@@ -53,16 +53,14 @@ class Together:
     return self._timeout + 4 * (time.monotonic() - self._began)
 
   def exchange(self, text: str, *, timeout_seconds: float | None = None) -> list[str]:
-    """Returns the texts of all processes, by index; all call it. One barrier if all texts are "".
+    """Returns the texts of all processes, by index; all call it.
 
     Args:
       text: of this process.
       timeout_seconds: how long the others may take to reach it; None: the default.
     """
-    if self.all_true(not text, timeout_seconds=timeout_seconds):
-      return [""] * self.count
-    said = self._group.gather(_SAID, {"text": text}, timeout_seconds=self._patience())
-    return [one["text"] for one in said]
+    timeout = timeout_seconds or self._patience()
+    return self._group.gather_texts(_POINT, text, timeout_seconds=timeout)
 
   def from_first(self, text: str) -> str:
     """Returns the text of process 0; all call it."""

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from partitioning.rules import named_leaves
 from processes.coordination import Group
 from training.bad_steps import BadStepError, TrainingStoppedError, not_finite
-from training.setup import Job
 from training.state import State
 
 _NAMED = 4  # so many arrays are named in a message
@@ -75,9 +74,15 @@ def without_debug_checks() -> Iterator[None]:
 class DebugNans:
   """Checks each step's results where JAX_DEBUG_NANS or JAX_DEBUG_INFS is set."""
 
-  def __init__(self, job: Job):
-    """Reads the variables, which `without_debug_checks` then hides; compiles nothing yet."""
-    self._job, self._compiled = job, None
+  def __init__(self, compile_on: Callable[..., Any], mesh: Mesh):
+    """Reads the variables, which `without_debug_checks` then hides; compiles nothing yet.
+
+    Args:
+      compile_on: compiles a function for abstract arguments on the mesh (`Job.compile`).
+      mesh: of the job.
+    """
+    self._compile, self._everywhere = compile_on, NamedSharding(mesh, PartitionSpec())
+    self._compiled = None
     checks = {
       "JAX_DEBUG_NANS": (jax.config.jax_debug_nans, jnp.isnan),
       "JAX_DEBUG_INFS": (jax.config.jax_debug_infs, jnp.isinf),
@@ -94,8 +99,8 @@ class DebugNans:
       return
     given = {**metrics, **named_leaves(state.params)}
     if self._compiled is None:
-      everywhere = NamedSharding(self._job.mesh, PartitionSpec())
-      self._compiled = self._job.compile(self._counts, given, out_shardings=everywhere).function
+      found = self._compile(self._counts, given, out_shardings=self._everywhere)
+      self._compiled = found.function
     for variable, counts in jax.device_get(self._compiled(given)).items():
       bad = [
         f"{name} ({count:,} of {given[name].size:,} elements)"

@@ -1,5 +1,6 @@
 """Builds the optimizer of a spec from its row in `training.optimizer`."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -138,9 +139,16 @@ def matrix_groups(
     for own, mine in parts_by_width(part.spec, part.params):
       row = optimizer_row(own.name)
       if row.whole_matrices:
-        how = imported(row.whole_matrices)(**arguments(row, own))
+        kind, given = imported(row.whole_matrices), _all_arguments(row, own)
+        how = kind(**{field.name: given[field.name] for field in dataclasses.fields(kind)})
         found += [(how, group) for group in how.groups(mine, sizes)]
   return found
+
+
+def _all_arguments(row: Optimizer, spec: OptimizerSpec) -> dict[str, Any]:
+  """Returns all arguments of an optimizer, those by default among them."""
+  taken = inspect.signature(imported(row.build)).parameters
+  return {**{name: one.default for name, one in taken.items()}, **arguments(row, spec)}
 
 
 def decayed(params: Any) -> Any:

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, UInt8, UInt32
 
 from models.mup import STACKS, VECTORS
 from partitioning.optimizer_state import Path, kept_by_trial, leaves_by_path, owners
-from partitioning.rules import letters_of
+from partitioning.rules import letters_of, named_leaves
 from training.optimizers.spec import OptimizerSpec
 
 # ------------------------------ stochastic rounding ------------------------------
@@ -87,6 +87,16 @@ def to_bfloat16(x: Float[Array, "..."], words: UInt32[Array, "..."]) -> Float[Ar
   rounded = jax.lax.bitcast_convert_type((bits >> jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
   # Adding to the bits of a NaN could give those of a number.
   return jnp.where(jnp.isnan(x), x.astype(jnp.bfloat16), rounded)
+
+
+def rounded_parameters(seed: int, params: Any, step: Int[Array, ""]) -> Any:
+  """Returns a step's updated parameters, a nested dict, rounded to bfloat16."""
+  key = rounding_key(seed, step)
+  rounded = [
+    to_bfloat16(x, rounding_words(key, name, x.shape))
+    for name, x in named_leaves(params, "params/").items()
+  ]
+  return jax.tree.unflatten(jax.tree.structure(params), rounded)
 
 
 # ------------------------------ blocks of 128 elements ------------------------------

@@ -186,21 +186,36 @@ class MuonState(NamedTuple):
   momentum: Any
 
 
+DTYPES = ("bfloat16", "float32", "float64")
+
+
 @dataclasses.dataclass(frozen=True)
 class Orthogonalization:
-  """How the matrices are orthogonalized.
-
-  Attributes:
-    hidden: which parameters are hidden matrices.
-    steps: iterations of Newton-Schulz.
-    per_head: each head is a matrix; else all heads together are one.
-    dtype: in which matrices are exchanged and iterated; the norm is in float32 or wider.
-  """
+  """How matrices are orthogonalized; the fields are arguments of `muon`."""
 
   hidden: HiddenMatrices
   steps: int
   per_head: bool
-  dtype: jnp.dtype
+  newton_schulz_dtype: str | None
+
+  def __post_init__(self):
+    """Raises ValueError for fewer steps than one, and for a dtype that is none of floats."""
+    if self.steps < 1:
+      raise ValueError(f"optimizer.arguments: steps={self.steps}: at least 1")
+    if self._dtype not in DTYPES:
+      raise ValueError(
+        f"optimizer.arguments: newton_schulz_dtype={self._dtype!r}: one of {', '.join(DTYPES)}"
+      )
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    """Returns that in which matrices are exchanged and iterated; the norm is float32 or wider."""
+    return jnp.dtype(self._dtype)
+
+  @property
+  def _dtype(self) -> str:
+    # float32 and wider parameters of a proof are not rounded; training in bfloat16 is, here too.
+    return self.newton_schulz_dtype or self.hidden.spec.compute_dtype
 
   def matrices(self, params: Any) -> dict[str, Matrix]:
     """Returns name -> its matrices, of the hidden kernels among the parameters."""
@@ -238,33 +253,6 @@ class Orthogonalization:
     return jax.tree.unflatten(jax.tree.structure(tree), scaled)
 
 
-def orthogonalization(
-  hidden: HiddenMatrices,
-  steps: int = 5,
-  per_head: bool = False,
-  newton_schulz_dtype: str | None = None,
-  **others,
-) -> Orthogonalization:
-  """Returns it as `muon` uses it, of the arguments of `muon`.
-
-  Raises:
-    ValueError: fewer steps than one, or a dtype that is none of floats.
-  """
-  del others
-  if steps < 1:
-    raise ValueError(f"optimizer.arguments: steps={steps}: at least 1")
-  # float32 and wider parameters of a proof are not rounded; training in bfloat16 is, here too.
-  dtype = newton_schulz_dtype or hidden.spec.compute_dtype
-  if dtype not in DTYPES:
-    raise ValueError(
-      f"optimizer.arguments: newton_schulz_dtype={dtype!r}: one of {', '.join(DTYPES)}"
-    )
-  return Orthogonalization(hidden, steps, per_head, jnp.dtype(dtype))
-
-
-DTYPES = ("bfloat16", "float32", "float64")
-
-
 def muon(
   learning_rate: optax.ScalarOrSchedule,
   hidden: HiddenMatrices,
@@ -298,7 +286,7 @@ def muon(
   Raises:
     ValueError: an argument that cannot be.
   """
-  orthogonal = orthogonalization(hidden, steps, per_head, newton_schulz_dtype)
+  orthogonal = Orthogonalization(hidden, steps, per_head, newton_schulz_dtype)
   scaled, adamw = scale_by_muon(orthogonal, momentum, nesterov), {"b1": b1, "b2": b2, "eps": eps}
   decay = {"weight_decay": weight_decay, "mask": mask}
   return beside_adamw(scaled, "muon", orthogonal.matrices, learning_rate, **adamw, **decay)

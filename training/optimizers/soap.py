@@ -61,19 +61,32 @@ class SoapState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Preconditioning:
-  """Which matrices have preconditioners, and how these are computed.
-
-  Attributes:
-    hidden: which parameters are hidden matrices.
-    frequency: steps from one refresh of the bases to the next.
-    beta: decay of the statistics.
-    max_dim: a side of more rows or columns has no preconditioner.
-  """
+  """Which matrices have preconditioners, and how these are computed, by arguments of `soap`."""
 
   hidden: HiddenMatrices
-  frequency: int
-  beta: float
-  max_dim: int
+  b2: float
+  precondition_frequency: int
+  shampoo_beta: float | None
+  max_precondition_dim: int
+
+  def __post_init__(self):
+    """Raises ValueError for arguments that cannot be, a line each."""
+    wrong = [
+      f"optimizer.arguments: {name}={getattr(self, name)}: {allowed}"
+      for name, allowed, good in (
+        ("precondition_frequency", "at least 1", self.precondition_frequency >= 1),
+        ("shampoo_beta", "at least 0 and below 1", 0 <= self.beta < 1),
+        ("max_precondition_dim", "at least 1", self.max_precondition_dim >= 1),
+      )
+      if not good
+    ]
+    if wrong:
+      raise ValueError("\n".join(wrong))
+
+  @property
+  def beta(self) -> float:
+    """Returns the decay of the statistics."""
+    return self.b2 if self.shampoo_beta is None else self.shampoo_beta
 
   def matrices(self, params: Any) -> dict[str, Matrix]:
     """Returns name -> its matrices, of hidden kernels with a preconditioner on some side."""
@@ -90,7 +103,7 @@ class Preconditioning:
       kind: math.prod(shape[dim] for dim in dims)
       for kind, dims in ((ROWS, matrix.rows), (COLUMNS, matrix.columns))
     }
-    return {kind: size for kind, size in sizes.items() if size <= self.max_dim}
+    return {kind: size for kind, size in sizes.items() if size <= self.max_precondition_dim}
 
   def groups(self, params: Any, sizes: Mapping[str, int]) -> list[Group]:
     """Returns the matrices of some parameters as the devices of a mesh share them."""
@@ -133,36 +146,7 @@ class Preconditioning:
   def _kinds(self, group: Group) -> list[str]:
     """Returns the sides of a group's matrices that have a preconditioner."""
     sizes = zip((ROWS, COLUMNS), group.shape, strict=True)
-    return [kind for kind, size in sizes if size <= self.max_dim]
-
-
-def preconditioning(
-  hidden: HiddenMatrices,
-  b2: float = 0.95,
-  precondition_frequency: int = 10,
-  shampoo_beta: float | None = None,
-  max_precondition_dim: int = 10_000,
-  **others,
-) -> Preconditioning:
-  """Returns it as `soap` uses it, of the arguments of `soap`.
-
-  Raises:
-    ValueError: an argument that cannot be.
-  """
-  del others
-  beta = b2 if shampoo_beta is None else shampoo_beta
-  wrong = [
-    text
-    for text, good in (
-      (f"precondition_frequency={precondition_frequency}: at least 1", precondition_frequency >= 1),
-      (f"shampoo_beta={shampoo_beta}: at least 0 and below 1", 0 <= beta < 1),
-      (f"max_precondition_dim={max_precondition_dim}: at least 1", max_precondition_dim >= 1),
-    )
-    if not good
-  ]
-  if wrong:
-    raise ValueError("\n".join(f"optimizer.arguments: {text}" for text in wrong))
-  return Preconditioning(hidden, precondition_frequency, beta, max_precondition_dim)
+    return [kind for kind, size in sizes if size <= self.max_precondition_dim]
 
 
 def soap(
@@ -195,7 +179,7 @@ def soap(
   Raises:
     ValueError: an argument that cannot be.
   """
-  how = preconditioning(hidden, b2, precondition_frequency, shampoo_beta, max_precondition_dim)
+  how = Preconditioning(hidden, b2, precondition_frequency, shampoo_beta, max_precondition_dim)
   scaled, adamw = scale_by_soap(how, b1, b2, eps), {"b1": b1, "b2": b2, "eps": eps}
   decay = {"weight_decay": weight_decay, "mask": mask}
   return beside_adamw(scaled, "soap", how.matrices, learning_rate, **adamw, **decay)
@@ -223,7 +207,7 @@ def scale_by_soap(
     for kind, labels in _SIDES.items():
       arrays |= {label: (kind, getattr(state, label)) for label in labels}
     found = in_rounds(
-      functools.partial(_update, how.frequency, (b1, b2, how.beta), eps),
+      functools.partial(_update, how.precondition_frequency, (b1, b2, how.beta), eps),
       {label: (kind, named_leaves(tree)) for label, (kind, tree) in arrays.items()},
       list(arrays),
       how.groups(grads, sizes),

@@ -47,11 +47,15 @@ def test_the_small_recipe_has_the_learning_rates_that_were_measured(argument):
   for name, rate in {"adafactor": 8e-2, "lion": 4e-3, "muon": 3.2e-2}.items():
     config = base.get_config(argument)
     config.optimizer.name = name
-    optimizer_checks.finalize_optimizer(config, recipes.base(argument))
+    optimizer_checks.finalize_optimizer(
+      config.optimizer, recipes.base(argument).optimizer, config.argument
+    )
     assert config.optimizer.learning_rate == rate
   config = base.get_config("model=llama3_8b,data=text")
   config.optimizer.name = "muon"
-  optimizer_checks.finalize_optimizer(config, recipes.base(config.argument))
+  optimizer_checks.finalize_optimizer(
+    config.optimizer, recipes.base(config.argument).optimizer, config.argument
+  )
   assert config.optimizer.learning_rate == 3e-4
 
 

@@ -275,7 +275,7 @@ def test_the_splits_that_prepare_writes_are_of_the_same_files(changing, monkeypa
   for name in ("TRAIN_TOKENIZER", "CONFIG"):
     monkeypatch.setattr(verb.flags, name, types.SimpleNamespace(value=None))
   for owner, name in (
-    (verb.trained_tokenizer, "train_missing"),
+    (splits, "train_missing_tokenizer"),
     (verb.finalize, "finalize"),
     (verb, "_check"),
   ):

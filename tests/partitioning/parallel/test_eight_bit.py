@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from models.spec import RESIDUAL
-from partitioning.parallel import eight_bit, rounding
-from partitioning.parallel.matmuls import column_parallel, row_parallel
+from partitioning import dtypes
+from partitioning.parallel import eight_bit
+from partitioning.parallel.matmuls import EightBit, column_parallel, row_parallel
 from tests.helpers.jobs import make_job
 from tests.parity.comparison import COLLECTIVE_MATMUL, MESHES, SEQUENCE_PARALLEL
 
@@ -33,8 +34,11 @@ class Kernel:
   def effective_kernel(self):
     return self.array
 
+  def low_rank(self):
+    return None
+
   def eight_bit(self):
-    return eight_bit.EightBit(self.dtype, self.known)
+    return EightBit(self.dtype, self.known)
 
 
 def products(dtype, x, kernels, known):
@@ -166,12 +170,12 @@ def test_without_a_known_magnitude_delayed_scaling_is_current():
 def test_a_history_moves_on_by_a_step():
   history = jnp.asarray([[[3.0, 1.0, 5.0]] * 3])
   with jax.numpy_dtype_promotion("standard"):
-    seen = jax.grad(lambda h: sum((i + 1) * x for i, x in enumerate(eight_bit.known(h[0]))))(
-      history
-    )
+    seen = jax.grad(
+      lambda h: sum((i + 1) * x for i, x in enumerate(dtypes.known_magnitudes(h[0])))
+    )(history)
   np.testing.assert_array_equal(seen[0], [[1, 0, 0], [2, 0, 0], [3, 0, 0]])
-  assert [float(x) for x in eight_bit.known(history[0])] == [5, 5, 5]
-  moved = eight_bit.advanced(history, seen.at[0, 1, 0].set(jnp.inf))
+  assert [float(x) for x in dtypes.known_magnitudes(history[0])] == [5, 5, 5]
+  moved = dtypes.advanced_history(history, seen.at[0, 1, 0].set(jnp.inf))
   np.testing.assert_array_equal(moved[0], [[1, 3, 1], [0, 3, 1], [3, 3, 1]])
 
 
@@ -207,7 +211,7 @@ def test_kernels_and_tokens_are_gathered_in_8_bits(dtype):
 
 def test_a_scale_left_out_is_caught(monkeypatch):
   # test_values_and_gradients_are_those_of_numpy_on_every_mesh: each device with its own.
-  monkeypatch.setattr(rounding, "largest_over", lambda magnitude, axes: magnitude)
+  monkeypatch.setattr(eight_bit, "largest_over", lambda magnitude, axes: magnitude)
   given = inputs("NHD")
   results, *_ = on(MESHES["tensor8"], "int8", *given)
   with pytest.raises(AssertionError):

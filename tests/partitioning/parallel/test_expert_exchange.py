@@ -9,8 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from partitioning.parallel import expert_exchange
-from partitioning.parallel.expert_exchange import Exchange, Exchanged
-from partitioning.parallel.grouped_matmul import grouped_matmul
+from partitioning.parallel.expert_exchange import Exchange, Exchanged, grouped_matmul
 
 EXPERTS, EACH, WIDTH, HIDDEN, TOKENS = 8, 2, 5, 7, 64
 DATA, DEVICES = 2, 4

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from models import attention_tiles
+from models import attention
 from partitioning.constraints import activation_layout
 from partitioning.parallel import attention_blocks, ring_attention
 from planning.traced_step import body, equations, fixed_and_carried
@@ -71,14 +71,14 @@ BLOCKWISE = {"training.attention_kernel": "blockwise"}
 @pytest.mark.long
 def test_each_step_of_the_ring_in_blocks_trains_as_one_device_does(monkeypatch):
   wanted = on_one_device(True)
-  monkeypatch.setitem(attention_tiles.TILES, "cpu", attention_tiles.Tiles((3, 5), 128, ""))
+  monkeypatch.setitem(attention.TILES, "cpu", attention.Tiles((3, 5), 128, ""))
   overrides = {**LONG, **SEEN, **ONE_HEAD, **BLOCKWISE, "mesh.context": 2, "mesh.tensor": 2}
   assert_equal(train("lm", "float64", overrides), wanted, "float64")
 
 
 @pytest.mark.parametrize("kind", ["ring", "gather"])
 def test_no_step_has_all_its_scores(kind, monkeypatch):
-  monkeypatch.setitem(attention_tiles.TILES, "cpu", attention_tiles.Tiles((8, 8), 128, ""))
+  monkeypatch.setitem(attention.TILES, "cpu", attention.Tiles((8, 8), 128, ""))
 
   def scores(kernel):
     keys = {"data.sequence_length": 256, "training.attention_kernel": kernel}

@@ -70,23 +70,6 @@ def test_evaluating_passes_over_it_too_and_changes_nothing(damaged, main):
   assert f"evaluation after step {NEWER}" in out
 
 
-def test_checkpoints_from_before_there_were_digests(saved, main, tmp_path):
-  workdir = shutil.copytree(saved, tmp_path / "run")
-  for path in workdir.glob("checkpoints/*/digests"):
-    path.unlink()
-  train = [*TRAIN, "--config.training.steps=8", f"--workdir={workdir}"]
-  code, _, err = main(*train)
-  assert code == 2
-  assert "nothing to restore from" in err
-  assert err.count("checkpoint.verify=off reads it as it is") == 3
-  code, out, err = main(*train, "--config.checkpoint.verify=off")
-  assert code == 0, err
-  assert f"resumes from the checkpoint of step {NEWER}" in out
-  code, out, err = main(*train)  # what is saved now has digests
-  assert code == 0, err
-  assert "resumes from the checkpoint of step 8" in out
-
-
 def test_a_start_that_is_refused_removes_and_renames_nothing(saved, main, tmp_path):
   # Without checksums, what is missing shows only when the arrays are read: the last check of all.
   workdir = shutil.copytree(saved, tmp_path / "run")

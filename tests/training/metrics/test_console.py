@@ -35,11 +35,11 @@ def test_lines_are_rewritten_on_capable_terminals_alone(monkeypatch, term, tty, 
 
 
 def test_sentences_break_between_words_and_are_indented():
-  text = "chosen: training.loss_chunks=1, model.dtype=float32\n  a loop at models/block.py:4"
+  text = "chosen: training.loss_chunks=1, model.dtype=float32\n  a loop at models/layer_stack.py:4"
   assert console.wrapped(text, 40).split("\n") == [
     "chosen: training.loss_chunks=1,",
     "  model.dtype=float32",
-    "  a loop at models/block.py:4",
+    "  a loop at models/layer_stack.py:4",
   ]
   assert console.wrapped(text, 60) == text
   path = "workdir: " + "/folder" * 8  # can be copied

@@ -1,0 +1,410 @@
+"""Where tokens are: rotary embeddings, what differs between layers, slots and positions of rows.
+
+Rotary position embeddings are those of arXiv:2104.09864. Scaled variants let rows be longer than
+those of pretraining. `model.rotary_scaling` names one with its numbers: `("yarn", {"factor": 4.0,
+"original_length": 32768})`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Num
+
+from models.losses import Batch
+from models.spec import DecoderSpec
+from partitioning.constraints import constrain
+from partitioning.dtypes import wide_dtype
+
+
+def rotary_frequencies(
+  size: int,
+  base: float,
+  scaling: tuple = (),
+  *,
+  dtype: jnp.dtype,
+  length: int = 0,
+) -> Float[Array, " h"]:
+  """Returns the angle between one position and the next of each of the pairs, in radians.
+
+  Args:
+    size: dims of a head that are rotated, twice the number of pairs.
+    base: of the geometric series.
+    scaling: a spec's `rotary_scaling`. Four numbers are Llama 3's (factor, low, high, length):
+      frequencies of less than `low` rotations in `length` positions are divided by `factor`, those
+      of more than `high` are unchanged, those in between are interpolated. Source:
+      `rope_type: llama3` in Llama 3.1's configuration. () changes none.
+    dtype: of the result, float32 or wider.
+    length: tokens of a row of training; some kinds have other frequencies for longer rows.
+  """
+  if scaling and isinstance(scaling[0], str):
+    kind, numbers = scaling[0], dict(scaling[1])
+    if kind != "llama3":
+      return jnp.asarray(_FREQUENCIES[kind](size, base, numbers, length), dtype)
+    scaling = tuple(numbers[name] for name in ("factor", "low", "high", "original_length"))
+  half = size // 2
+  frequency_h = jnp.asarray(base, dtype) ** (-jnp.arange(half, dtype=dtype) / half)
+  if not scaling:
+    return frequency_h
+  factor, low, high, original = (jnp.asarray(value, dtype) for value in scaling)
+  turns_h = original * frequency_h / jnp.asarray(2 * math.pi, dtype)
+  share_h = jnp.clip((turns_h - low) / (high - low), 0, 1)
+  return frequency_h * (share_h + (1 - share_h) / factor)
+
+
+def _plain(size: int, base: float) -> np.ndarray:
+  return base ** (-np.arange(0, size, 2, dtype=np.float64) / size)
+
+
+def _linear(size: int, base: float, numbers: Mapping[str, Any], length: int) -> np.ndarray:
+  """Position interpolation: as if all positions were divided. Source: arXiv:2306.15595."""
+  del length
+  return _plain(size, base) / numbers["factor"]
+
+
+def _dynamic(size: int, base: float, numbers: Mapping[str, Any], length: int) -> np.ndarray:
+  """NTK-aware scaling by the length of the row; rows up to the original length are unchanged.
+
+  Source: `rope_type: dynamic` of the transformers library; arXiv:2309.00071, section 3.1.
+  """
+  factor, original = numbers["factor"], numbers["original_length"]
+  stretch = factor * max(length, original) / original - (factor - 1)
+  return _plain(size, base * stretch ** (size / (size - 2)))
+
+
+def _yarn(size: int, base: float, numbers: Mapping[str, Any], length: int) -> np.ndarray:
+  """Interpolates the slow frequencies and leaves the fast ones. Source: arXiv:2309.00071."""
+  del length
+
+  def pair(rotations: float) -> float:
+    """Returns the pair, counted as a real number, that rotates so often in the original length."""
+    turns = numbers["original_length"] / (rotations * 2 * math.pi)
+    return size * math.log(turns) / (2 * math.log(base))
+
+  first, last = pair(numbers.get("beta_fast", 32.0)), pair(numbers.get("beta_slow", 1.0))
+  if numbers.get("truncate", True):
+    first, last = math.floor(first), math.ceil(last)
+  first, last = max(first, 0), min(last, size - 1)
+  last += 0.001 if first == last else 0
+  slow_h = np.clip((np.arange(size // 2) - first) / (last - first), 0, 1)
+  frequency_h = _plain(size, base)
+  return frequency_h * (1 - slow_h) + frequency_h / numbers["factor"] * slow_h
+
+
+def _longrope(size: int, base: float, numbers: Mapping[str, Any], length: int) -> np.ndarray:
+  """Divides each frequency by a number of its own, searched for. Source: arXiv:2402.13753."""
+  name = "long_factors" if length > numbers["original_length"] else "short_factors"
+  return _plain(size, base) / np.asarray(numbers[name], np.float64)
+
+
+_FREQUENCIES = {"linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "longrope": _longrope}
+
+
+def attention_factor(scaling: tuple) -> float:
+  """Returns the factor of cosine and sine, so its square is a factor of the scores.
+
+  The number of that name, or its default: 0.1 ln(factor) + 1 of YaRN (arXiv:2309.00071, equation
+  22), the square root of 1 + ln(factor) / ln(original_length) of LongRoPE (arXiv:2402.13753).
+
+  Args:
+    scaling: a spec's `rotary_scaling`.
+  """
+  if not scaling or scaling[0] not in ("yarn", "longrope"):
+    return 1.0
+  numbers = dict(scaling[1])
+  if given := numbers.get("attention_factor"):
+    return given
+  if (factor := numbers["factor"]) <= 1:
+    return 1.0
+  if scaling[0] == "yarn":
+    return 0.1 * math.log(factor) + 1
+  return math.sqrt(1 + math.log(factor) / math.log(numbers["original_length"]))
+
+
+def rope_table(
+  positions_BT: Int[Array, "#B T"], frequency_h: Float[Array, " h"], factor: float = 1.0
+) -> Float[Array, "2 #B T h"]:
+  """Returns cosine and sine of each pair's angle at each position, times a factor."""
+  angle_BTh = positions_BT.astype(frequency_h.dtype)[:, :, None] * frequency_h[None, None]
+  table_2BTh = jnp.stack([jnp.cos(angle_BTh), jnp.sin(angle_BTh)])
+  return table_2BTh if factor == 1.0 else table_2BTh * jnp.asarray(factor, table_2BTh.dtype)
+
+
+def apply_rope(
+  x_BTNH: Float[Array, "B T N H"], table_2BTh: Float[Array, "2 #B T h"], *, adjacent: bool = False
+) -> Float[Array, "B T N H"]:
+  """Rotates each pair of dims by its position's angle, in float32 or wider.
+
+  Dims from 2 h on are not rotated (GPT-NeoX's partial rotary positions).
+
+  Args:
+    x_BTNH: queries or keys.
+    table_2BTh: of `rope_table`.
+    adjacent: the pairs are (2 i, 2 i + 1), as in arXiv:2104.09864; else (i, i + h), as GPT-NeoX has
+      them.
+  """
+  wide = wide_dtype(x_BTNH.dtype)
+  half = table_2BTh.shape[-1]
+  cos, sin = table_2BTh.astype(wide)[:, :, :, None]
+  parts = (
+    (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    if adjacent
+    else (slice(0, half), slice(half, 2 * half))
+  )
+  first, second = (x_BTNH[..., part].astype(wide) for part in parts)
+  turned = first * cos - second * sin, second * cos + first * sin
+  if adjacent:
+    rotated = jnp.stack(turned, axis=-1).reshape(*x_BTNH.shape[:-1], 2 * half)
+  else:
+    rotated = jnp.concatenate(turned, axis=-1)
+  rotated = rotated.astype(x_BTNH.dtype)
+  if x_BTNH.shape[-1] == 2 * half:
+    return rotated
+  return jnp.concatenate([rotated, x_BTNH[..., 2 * half :]], axis=-1)
+
+
+# ------------------------------ what differs between layers ------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layer:
+  """The numbers of one layer, or (with L first) of all.
+
+  Attributes:
+    window: int32, the slots that a token attends to, its own the last; None: its full past.
+    kind: int32, the place of that window among `LayerPattern.kinds`; None: there is one.
+    rotary: int32, which of the rows' rope tables it uses; None: all layers use the same.
+    scale: a factor of the scores; None: 1.
+  """
+
+  window: Int[Array, "*L"] | None
+  kind: Int[Array, "*L"] | None
+  rotary: Int[Array, "*L"] | None
+  scale: Float[Array, "*L"] | None
+
+  def scaled(self, q_BTNH: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """Returns the queries, times the layer's factor of the scores."""
+    if self.scale is None:
+      return q_BTNH
+    return (q_BTNH.astype(self.scale.dtype) * self.scale).astype(q_BTNH.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPattern:
+  """What differs between layers, as Python numbers: hashable, so that a module can store it.
+
+  Attributes:
+    windows: of each layer, None for all of the past; () where none has one.
+    rotaries: of each layer (base, scaling), see `rotary_frequencies`, or None where it does not
+      rotate; () without rotary positions.
+    rotary_size: dims of a head that are rotated.
+    row_length: tokens of a row in training, on which some kinds of scaling depend.
+    scales: of each layer, a factor of its scores; () where all are 1.
+    dtype: of the frequencies and scales.
+  """
+
+  windows: tuple[int | None, ...]
+  rotaries: tuple[tuple[float, tuple] | None, ...]
+  rotary_size: int
+  row_length: int
+  scales: tuple[float, ...]
+  dtype: jnp.dtype
+
+  @property
+  def kinds(self) -> tuple[int | None, ...]:
+    """The distinct windows of the layers; None: the full past."""
+    return tuple(dict.fromkeys(self.windows)) or (None,)
+
+  def stacked(self) -> Layer:
+    """Returns the layers' numbers, stacked along L, as inputs of a scan over the layers."""
+    window = kind = rotary = scale = None
+    if self.windows:
+      beyond = jnp.iinfo(jnp.int32).max  # longer than any text
+      window = jnp.asarray([beyond if w is None else w for w in self.windows], jnp.int32)
+    if len(self.kinds) > 1:
+      kind = jnp.asarray([self.kinds.index(w) for w in self.windows], jnp.int32)
+    if len(variants := self._rope_variants()) > 1:
+      rotary = jnp.asarray([variants.index(one) for one in self.rotaries], jnp.int32)
+    if self.scales:
+      scale = jnp.asarray(self.scales, self.dtype)
+    return Layer(window, kind, rotary, scale)
+
+  def rope_tables(self, positions_BT: Int[Array, "#B T"]) -> Float[Array, "X 2 #B T h"] | None:
+    """Returns a rope table for each variant among the layers; None without rotary positions.
+
+    A short text, and a cache of any size, has the frequencies of a row of training.
+
+    Args:
+      positions_BT: within the documents.
+    """
+    tables = []
+    for variant in self._rope_variants():
+      if variant is None:  # rotates by angles of zero
+        tables.append(rope_table(positions_BT, jnp.zeros((self.rotary_size // 2,), self.dtype)))
+        continue
+      base, scaling = variant
+      frequency_h = rotary_frequencies(
+        self.rotary_size, base, scaling, dtype=self.dtype, length=self.row_length
+      )
+      tables.append(rope_table(positions_BT, frequency_h, attention_factor(scaling)))
+    return jnp.stack(tables) if tables else None
+
+  def _rope_variants(self) -> list[tuple[float, tuple] | None]:
+    return list(dict.fromkeys(self.rotaries))
+
+
+def layer_type(spec: DecoderSpec, layer: int) -> str:
+  """Returns the type of a layer, counted from 0: an entry of model_checks.LAYER_TYPES."""
+  if spec.layer_types:
+    return spec.layer_types[layer % len(spec.layer_types)]
+  last_of_some = spec.global_every > 0 and (layer + 1) % spec.global_every == 0
+  return "full" if not spec.window or last_of_some else "sliding"
+
+
+def is_global(spec: DecoderSpec, layer: int) -> bool:
+  """Returns whether a layer, counted from 0, has global attention (no sliding window)."""
+  return layer_type(spec, layer).startswith("full")
+
+
+def layer_pattern(spec: DecoderSpec) -> LayerPattern:
+  """Returns the layer pattern of a decoder."""
+  types = [layer_type(spec, layer) for layer in range(spec.layers)]
+  every = (spec.rotary_base, spec.rotary_scaling)
+  local = (spec.local_rotary_base, spec.local_rotary_scaling)
+  local = local if spec.local_rotary_base else every
+  kinds = {"full": every, "sliding": local, "full_unrotated": None, "sliding_unrotated": None}
+  return LayerPattern(
+    windows=tuple(None if one.startswith("full") else spec.window for one in types)
+    if spec.window
+    else (),
+    rotaries=tuple(kinds[one] for one in types) if spec.positions == "rotary" else (),
+    rotary_size=spec.rotary_size or spec.head_size,
+    row_length=spec.sequence_length,
+    scales=tuple(1 / (layer + 1) for layer in range(spec.layers))
+    if spec.attention_scale_by_inverse_layer
+    else (),
+    dtype=wide_dtype(spec.compute_dtype),
+  )
+
+
+# ------------------------------ rows of tokens ------------------------------
+
+POSITIONS = "positions"  # of a batch that `in_order` has returned
+
+
+def positions(segments_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
+  """Returns each token's position within its segment, from 0.
+
+  Args:
+    segments_BT: the document of each token; equal numbers are adjacent.
+  """
+  slots_BT = jax.lax.broadcasted_iota(jnp.int32, segments_BT.shape, 1)
+  before_BT = jnp.pad(segments_BT[:, :-1], ((0, 0), (1, 0)))
+  starts_BT = jnp.where(segments_BT != before_BT, slots_BT, jnp.zeros_like(slots_BT))
+  return slots_BT - jax.lax.cummax(starts_BT, axis=1)
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("slots_BT", "positions_BT", "rope_X2BTh", "segments_BT", "weights_BT"),
+  meta_fields=("ring",),
+)
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """Slots, positions and documents of the tokens that the model is given.
+
+  Attributes:
+    slots_BT: int32, within their rows.
+    positions_BT: int32, within their documents.
+    rope_X2BTh: the rope table of each variant among the layers; computed once, before the scan
+      over the layers. None: no rotary positions.
+    segments_BT: the documents, for intra-document attention masking; None: a row is one.
+    ring: whether the tokens are in the zigzag order of `partitioning.parallel.ring_attention`.
+    weights_BT: of the tokens in the loss, in their order; None: there is no loss.
+  """
+
+  slots_BT: Int[Array, "#B T"]
+  positions_BT: Int[Array, "#B T"]
+  rope_X2BTh: Float[Array, "X 2 #B T h"] | None
+  segments_BT: Int[Array, "B T"] | None = None
+  ring: bool = False
+  weights_BT: Float[Array, "B T"] | None = None
+
+  def rope(self, layer: Layer) -> Float[Array, "2 #B T h"] | None:
+    """Returns a layer's rope table; None without rotary positions."""
+    if self.rope_X2BTh is None:
+      return None
+    return self.rope_X2BTh[0 if layer.rotary is None else layer.rotary]
+
+
+def in_ring_order(x_BT: Num[Array, "B T"], order_T: np.ndarray | None) -> Num[Array, "B T"]:
+  """Returns numbers of tokens in the order of ring attention; as they are without one."""
+  if order_T is None:
+    return x_BT
+  from partitioning.parallel import ring_attention  # where the sequence is split
+
+  return ring_attention.in_order(x_BT, order_T, "BT")
+
+
+def rows_of(
+  tokens_BT: Int[Array, "B T"],
+  order_T: np.ndarray | None,
+  pattern: LayerPattern,
+  segments_BT: Int[Array, "B T"] | None = None,
+) -> Rows:
+  """Returns slots, positions and documents of complete rows.
+
+  Args:
+    tokens_BT: in the order of the text.
+    order_T: permutation of the tokens; None: the order of the text.
+    pattern: what differs between the layers.
+    segments_BT: the document of each token, in the order of the text, where attention is masked
+      to the token's own document; None: a row is one document.
+  """
+  slots_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
+  positions_BT = slots_BT if segments_BT is None else positions(segments_BT)
+  if order_T is not None:
+    slots_BT = jnp.asarray(order_T)[None, :]
+    positions_BT = slots_BT if segments_BT is None else in_ring_order(positions_BT, order_T)
+    segments_BT = None if segments_BT is None else in_ring_order(segments_BT, order_T)
+  elif segments_BT is not None:
+    segments_BT, positions_BT = constrain(segments_BT, "BT"), constrain(positions_BT, "BT")
+  tables = pattern.rope_tables(positions_BT)
+  return Rows(slots_BT, positions_BT, tables, segments_BT, ring=order_T is not None)
+
+
+def in_order(batch: Batch, order_T: np.ndarray | None, *, documents: bool) -> Batch:
+  """Returns a batch with its tokens' positions, all of it in the order that layers have tokens in.
+
+  A pipeline does this once, before its region.
+
+  Args:
+    batch: arrays [B, T] in the order of the text.
+    order_T: permutation of the tokens; None: the order of the text.
+    documents: whether `segments` tells documents apart, in each of which positions begin at 0.
+  """
+  tokens_BT = batch["tokens"]
+  slots_BT = jax.lax.broadcasted_iota(jnp.int32, tokens_BT.shape, 1)
+  found = {**batch, POSITIONS: positions(batch["segments"]) if documents else slots_BT}
+  if order_T is not None:
+    return {name: in_ring_order(x_BT, order_T) for name, x_BT in found.items()}
+  return {name: constrain(x_BT, "BT") for name, x_BT in found.items()}
+
+
+def rows_in_order(
+  batch: Batch, order_T: np.ndarray | None, pattern: LayerPattern, *, documents: bool
+) -> Rows:
+  """Returns `rows_of` of a batch that `in_order` has returned; arguments as there."""
+  length = batch["tokens"].shape[1]
+  slots_T = np.arange(length, dtype=np.int32) if order_T is None else order_T
+  segments_BT = constrain(batch["segments"], "BT") if documents else None
+  slots_BT = jnp.asarray(slots_T)[None, :]
+  positions_BT = constrain(batch[POSITIONS], "BT") if documents else slots_BT
+  tables = pattern.rope_tables(positions_BT)
+  return Rows(slots_BT, positions_BT, tables, segments_BT, ring=order_T is not None)
