@@ -4,6 +4,12 @@ import json
 
 import pytest
 
+from commands import config as verb
+from commands import config_flag
+from configs import base
+from configs.schema import finalize
+from partitioning.mesh_sizes import resolve_sizes
+
 DP4_TP2 = "--config=configs/dp4_tp2.py"
 
 
@@ -21,13 +27,9 @@ def test_every_key_with_its_origin(main):
     "source": "",
     "meaning": "optimizer steps",
   }
-  origins = {key: (row["origin"], row["source"]) for key, row in rows.items()}
-  assert origins["mesh.tensor"] == ("file", "configs/dp4_tp2.py")
-  assert origins["mesh.fsdp"] == ("default", "")
-  assert origins["model.layers"] == ("recipe", "lm")
-  assert origins["training.attention_kernel"][0] == "platform"
-  assert "128 tokens are shorter than 256" in origins["training.attention_kernel"][1]
-  assert origins["optimizer.warmup_steps"] == ("derived", "")
+  assert rows["mesh.tensor"]["source"] == "configs/dp4_tp2.py"
+  assert rows["training.attention_kernel"]["origin"] == "platform"
+  assert "128 tokens are shorter than 256" in rows["training.attention_kernel"]["source"]
   assert rows["optimizer.learning_rate"]["value"] == 0.008
   assert rows["optimizer.warmup_steps"]["value"] == 0  # a twentieth of three steps
 
@@ -71,3 +73,59 @@ def test_refusals(main, words, said, shown):
   assert err.startswith("refused: ")
   assert said in err
   assert out.startswith(shown) if shown else out == ""
+
+
+# ------------------------------ where a value comes from ------------------------------
+
+
+def found(argument, overrides=None, *, mesh=None, platform="cpu"):
+  config = base.get_config(argument, mesh=mesh)
+  for key, value in (overrides or {}).items():
+    section, _, name = key.rpartition(".")
+    (config[section] if section else config)[name] = value
+  sizes = resolve_sizes(config.mesh.to_dict(), None)
+  final, choices = finalize.with_choices(config, platform, sizes)
+  elsewhere = [finalize.finalize(config, one, sizes) for one in {*verb.PLATFORMS} - {platform}]
+  given = {"file": "f.py", "overridden": overrides or {}, "elsewhere": elsewhere}
+  origin = verb.origins(config, final, choices, platform=platform, **given)
+  assert {*origin} == {key for key, _ in config_flag.leaves(final)}
+  assert {kind for kind, _ in origin.values()} <= {*verb.KINDS}
+  return origin
+
+
+def test_a_preset():
+  keys = found("llama3_8b")
+  assert keys["model.layers"] == keys["data.sequence_length"] == ("preset", "llama3_8b")
+  assert keys["model.dropout_rate"] == keys["data.shuffle"] == ("default", "")
+  assert keys["training.steps"] == ("recipe", "lm")
+  assert keys["optimizer.learning_rate"] == ("derived", "")
+
+
+def test_a_recipe_with_other_data():
+  keys = found("model=lm,data=text")
+  assert keys["data.name"] == keys["argument"] == ("recipe", "model=lm,data=text")
+  assert keys["model.layers"] == ("recipe", "lm")
+
+
+def test_an_override_counts_as_one_even_if_it_is_the_default():
+  keys = found("mlp", {"training.steps": 400, "seed": 3}, mesh={"data": 4})
+  assert keys["training.steps"] == keys["seed"] == ("override", "")
+  assert keys["mesh.data"] == ("file", "f.py")
+  assert keys["mesh.fsdp"] == ("default", "")
+  assert keys["data.global_batch_size"] == ("recipe", "mlp")
+  assert keys["data.prefetch_batches"] == ("default", "")
+
+
+@pytest.mark.parametrize(("platform", "width"), [("cpu", 512), ("tpu", 8192)])
+def test_what_the_platform_decides(platform, width):
+  keys = found("mlp_tutorial", platform=platform)
+  assert keys["model.model_size"] == keys["training.compute_dtype"] == ("platform", platform)
+  assert keys["data.input_size"] == ("derived", "")
+  final = finalize.finalize(base.get_config("mlp_tutorial"), platform)
+  assert final.model.model_size == width
+
+
+def test_an_override_that_is_replaced_is_derived():
+  keys = found("lm", {"data.skip_batches": (1,)})
+  assert keys["optimizer.warmup_steps"] == ("derived", "")
+  assert keys["data.skip_batches"] == keys["data.skip_rows"] == ("derived", "")

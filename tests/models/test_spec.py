@@ -1,10 +1,12 @@
-"""Specs: one frozen value that a config is resolved to, with what follows from several keys."""
+"""Specs, one frozen value that a config is resolved to; a model that lacks a part is refused."""
 
 import dataclasses
 import math
+import types
 
 import pytest
 
+import models
 from models import model_spec
 from models.spec import in_8_bits
 from tests.helpers.jobs import make_job
@@ -65,3 +67,32 @@ def test_the_kernels_of_layers_are_multiplied_in_8_bits():
   assert [in_8_bits(name, "int8") for name in names] == [True, True, False]
   assert not in_8_bits("layers/mlp/up/lora_a", "int8")
   assert not in_8_bits("layers/mlp/up/kernel", "compute")
+
+
+# ------------------------------ contract ------------------------------
+
+
+def test_ours_have_all_of_it():
+  for name in ("transformer", "mlp"):
+    assert models.find(name) is models.MODELS[name]
+
+
+def test_what_is_missing_is_listed(monkeypatch):
+
+  class Half(models.ModelSpec):
+    legend = parameters = property(dict)
+
+  half = types.SimpleNamespace(SPEC=Half, build=object)
+  monkeypatch.setitem(models.MODELS, "half", half)
+  with pytest.raises(
+    ValueError, match=r"lacks train_flops_per_example of its SPEC, loss_sums\(\) of wh"
+  ):
+    models.find("half")
+
+
+def test_a_function_that_builds_something_else_is_refused_before_it_is_used(monkeypatch):
+  whole = vars(models.MODELS["mlp"])
+  other = types.SimpleNamespace(**{**whole, "build": lambda spec, rngs: types.SimpleNamespace()})
+  monkeypatch.setitem(models.MODELS, "mlp", other)
+  with pytest.raises(ValueError, match=r"model\.name='mlp'.* lacks loss_sums\(\) of what build"):
+    make_job("dp8", "mlp")

@@ -297,16 +297,6 @@ def test_the_head_size_follows_width_and_heads():
     finalized(**{"model.model_size": 100, "model.heads": 7})
 
 
-def test_the_compute_dtype_follows_the_platform_and_the_parameters():
-  assert finalized("lm", "cpu").training.compute_dtype == "float32"
-  assert finalized("lm", "gpu").training.compute_dtype == "bfloat16"
-  assert finalized("lm", "tpu").training.compute_dtype == "bfloat16"
-  wide = {"training.parameter_dtype": "float64"}
-  assert finalized("lm", "cpu", **wide).training.compute_dtype == "float64"
-  chosen = {"training.compute_dtype": "float32"}
-  assert finalized("lm", "gpu", **chosen).training.compute_dtype == "float32"
-
-
 def test_the_tutorials_network_is_as_wide_as_the_platform_allows():
   for platform, width in (("gpu", 8192), ("tpu", 8192), ("cpu", 512)):
     config = finalized("mlp_tutorial", platform)

@@ -19,6 +19,7 @@ BFLOAT16 = "training.parameter_dtype=bfloat16"
     ("tpu", "", ("bfloat16", "float32", "float32", False)),
     ("cpu", BFLOAT16, ("float32", "bfloat16", "bfloat16", True)),
     ("tpu", BFLOAT16, ("bfloat16", "bfloat16", "bfloat16", True)),
+    ("gpu", "training.compute_dtype=float32", ("float32", "float32", "float32", False)),
     ("cpu", "training.parameter_dtype=float64", ("float64", "float64", "float64", False)),
     (
       "cpu",

@@ -1,4 +1,4 @@
-"""The exchange of tokens beside a loop over experts in NumPy, for routings set by hand."""
+"""Tokens that are sent to their experts: rows in order, grouped matmuls, exchanges."""
 
 import functools
 
@@ -9,7 +9,138 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from partitioning.parallel import expert_exchange
-from partitioning.parallel.expert_exchange import Exchange, Exchanged, grouped_matmul
+from partitioning.parallel.expert_exchange import Exchange, Exchanged, Places, Way, grouped_matmul
+
+# ------------------------------ expert rows ------------------------------
+
+
+def test_assignments_are_in_order_of_their_experts_those_of_others_last():
+  experts = jnp.asarray([2, -1, 0, 2, 1, 7, 0], jnp.int32)
+  found = expert_exchange.in_order(experts, 3)
+  order = np.asarray(found.order_A)
+  assert order[:5].tolist() == [2, 6, 4, 0, 3]  # of equal experts the first comes first
+  assert sorted(order[5:].tolist()) == [1, 5]
+  assert np.asarray(found.inverse_A)[order].tolist() == list(range(7))
+  assert found.starts_E1.tolist() == [0, 2, 3, 5]
+  assert found.counts.tolist() == [2, 1, 2]
+
+
+def test_groups_start_at_tiles_and_the_rows_between_have_no_expert():
+  counts = jnp.asarray([3, 0, 5], jnp.int32)
+  groups, within, used, starts = expert_exchange.rows_in_order(counts, 8, Way("tiles", 4))
+  assert starts.tolist() == [0, 4, 4, 12]
+  expected = [0, 0, 0, 3, 2, 2, 2, 2, 2, 3, 3, 3]
+  assert groups.expert_X.tolist()[:12] == expected
+  assert set(groups.expert_X.tolist()[12:]) == {3}
+  assert within[used].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+
+
+def test_each_gather_is_the_other_s_transpose():
+  # Three rows, of which row 0 goes to places 3 and 1, row 2 to place 0; place 2 has none.
+  to = Places(jnp.asarray([2, 0, 0, 0], jnp.int32), jnp.asarray([True, True, False, True]))
+  back = Places(
+    jnp.asarray([[3, 1], [0, 0], [0, 0]], jnp.int32),
+    jnp.asarray([[True, True], [False, False], [True, False]]),
+  )
+  matrix = np.array([[0, 0, 1], [1, 0, 0], [0, 0, 0], [1, 0, 0]], np.float32)
+  x, y = np.arange(6.0).reshape(3, 2) + 1, np.arange(8.0).reshape(4, 2) - 3
+  x, y = jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
+  spread, pull = jax.vjp(lambda x: expert_exchange.spread(x, to, back), x)
+  np.testing.assert_array_equal(spread, matrix @ x)
+  np.testing.assert_array_equal(pull(y)[0], matrix.T @ y)
+  summed, pull = jax.vjp(lambda y: expert_exchange.summed(y, to, back), y)
+  np.testing.assert_array_equal(summed, matrix.T @ y)
+  np.testing.assert_array_equal(pull(x)[0], matrix @ x)
+
+
+def test_rows_that_are_not_there_are_zero_whatever_they_hold():
+  x = jnp.asarray([[jnp.nan], [3.0]])
+  places = Places(jnp.asarray([1, 0], jnp.int32), jnp.asarray([True, False]))
+  assert expert_exchange.taken(x, places).tolist() == [[3.0], [0.0]]
+
+
+# ------------------------------ grouped matmul ------------------------------
+
+SIZES = np.array([5, 0, 17, 9], np.int32)
+ROWS, INPUTS, OUTPUTS = 40, 6, 7
+WAYS = {
+  "tiles of 8": Way("tiles", 8),
+  "tiles of 16": Way("tiles", 16),
+  "ragged": Way("ragged"),
+  "megablox": Way("ragged", interpret=True),
+}
+
+
+def groups_of(sizes, how, rows):
+  """Returns the group of each row of the buffer, -1 where it has none."""
+  starts = np.asarray(expert_exchange.starts(jnp.asarray(sizes), how))
+  found = np.full(rows, -1)
+  for group, size in enumerate(sizes):
+    assert starts[group] % how.tile == 0
+    found[starts[group] : starts[group] + size] = group
+  return found
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("sizes", [SIZES, np.array([0, 40, 0, 0]), np.zeros(4, int)])
+def test_products_and_gradients_are_numpy_s(name, sizes):
+  how, sizes, draw = WAYS[name], np.asarray(sizes, np.int32), np.random.default_rng(0)
+  rows = expert_exchange.padded_rows(ROWS, len(sizes), how)
+  group = groups_of(sizes, how, rows)
+  used = (group >= 0)[:, None]
+  x = np.where(used, draw.normal(size=(rows, INPUTS)), 0).astype(np.float32)
+  dy = np.where(used, draw.normal(size=(rows, OUTPUTS)), 0).astype(np.float32)
+  kernels = draw.normal(size=(len(sizes), INPUTS, OUTPUTS)).astype(np.float32)
+  y, pull = jax.vjp(
+    lambda x, kernels: expert_exchange.grouped_matmul(x, kernels, jnp.asarray(sizes), how),
+    *(jnp.asarray(x), jnp.asarray(kernels)),
+  )
+  dx, dkernels = pull(jnp.asarray(dy))
+  of_row = kernels[group]
+  np.testing.assert_allclose(y, np.where(used, np.einsum("xa,xab->xb", x, of_row), 0), atol=2e-6)
+  expected = np.where(used, np.einsum("xb,xab->xa", dy, of_row), 0)
+  np.testing.assert_allclose(np.where(used, dx, 0), expected, atol=3e-6)
+  for number in range(len(sizes)):
+    mine = group == number
+    np.testing.assert_allclose(dkernels[number], x[mine].T @ dy[mine], atol=1e-5)
+
+
+def test_rows_past_the_last_group_may_hold_anything():
+  how, sizes = Way("ragged"), jnp.asarray(SIZES)
+  behind = np.arange(ROWS) >= SIZES.sum()
+  x = np.where(behind[:, None], np.nan, 1.0).astype(np.float32) * np.ones(INPUTS, np.float32)
+  kernels = jnp.ones((4, INPUTS, OUTPUTS))
+  y, pull = jax.vjp(
+    lambda x, k: expert_exchange.grouped_matmul(x, k, sizes, how), jnp.asarray(x), kernels
+  )
+  dy = jnp.where(behind[:, None], jnp.nan, jnp.ones_like(y))
+  dx, dkernels = pull(dy)
+  assert np.isfinite(y).all()
+  assert np.isfinite(dx).all()
+  np.testing.assert_allclose(dkernels, np.broadcast_to(SIZES[:, None, None], dkernels.shape))
+
+
+def test_weight_gradients_are_added_up_in_float32():
+  how, count = Way("tiles", 8), 4096
+  x = jnp.ones((count + 8, 1), jnp.bfloat16)
+  function = lambda k: expert_exchange.grouped_matmul(  # noqa: E731
+    x, k, jnp.asarray([count], jnp.int32), how
+  )
+  _, pull = jax.vjp(function, jnp.ones((1, 1, 1), jnp.bfloat16))
+  [found] = pull(jnp.ones((count + 8, 1), jnp.bfloat16))
+  assert float(found[0, 0, 0]) == count  # in bfloat16 256 + 1 is 256
+
+
+@pytest.mark.parametrize(
+  ("rows", "groups", "most", "tile"),
+  [(4096, 8, 128, 128), (256, 8, 128, 32), (40, 8, 128, 8), (4096, 1, 64, 64)],
+)
+def test_tiles_are_about_as_long_as_groups(rows, groups, most, tile):
+  assert expert_exchange.way("tiles", rows, groups, most) == Way("tiles", tile)
+  assert expert_exchange.way("ragged", rows, groups, most) == Way("ragged")
+
+
+# ------------------------------ expert exchange ------------------------------
 
 EXPERTS, EACH, WIDTH, HIDDEN, TOKENS = 8, 2, 5, 7, 64
 DATA, DEVICES = 2, 4

@@ -1,4 +1,4 @@
-"""Rotary scaling by name, at published sizes; test_families.py compares logits on small models."""
+"""Positions: rotary scaling by name at published sizes, documents in a row of tokens."""
 
 import math
 
@@ -6,14 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.positions import (
-  apply_rope,
-  attention_factor,
-  rope_table,
-  rotary_frequencies,
-)
+from models import positions
+from models.positions import apply_rope, attention_factor, rope_table, rotary_frequencies
 from models.spec import hashable
+from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.models import numpy_decoder
+
+# ------------------------------ rope ------------------------------
 
 LENGTH = {"original_length": 4096}
 
@@ -117,3 +116,35 @@ def test_adjacent_pairs_are_rotated_as_halves_are_in_another_order():
   np.testing.assert_allclose(found[..., 1:8:2], turned.imag, rtol=1e-5, atol=1e-6)
   np.testing.assert_array_equal(found[..., 8:], x_BTNH[..., 8:])
   assert not np.allclose(found, apply_rope(jnp.asarray(x_BTNH), table))
+
+
+# ------------------------------ token positions ------------------------------
+
+
+def test_positions_restart_in_each_segment():
+  segments_BT = jnp.asarray([[0, 0, 0, 1, 1, 2, 3], [0] * 7, [5, 5, 2, 2, 2, 9, 9]], jnp.int32)
+  assert positions.positions(segments_BT).tolist() == [
+    [0, 1, 2, 0, 1, 0, 0],
+    [0, 1, 2, 3, 4, 5, 6],
+    [0, 1, 0, 1, 2, 0, 1],
+  ]
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_a_document_is_read_as_if_it_were_alone(separate):
+  job = make_job("single", "lm", **{"model.separate_documents": separate})
+  params = first_state(job).params
+  batch = host_batch(job)
+  batch["segments"][:] = np.arange(batch["segments"].shape[1]) >= 4
+  other_BT = batch["tokens"].copy()
+  other_BT[:, :4] = 3  # another first document
+  function = job.compile(job.program.sums, job.state.params, job.batch).function
+
+  def losses(tokens_BT):
+    # The second document alone counts.
+    weights_BT = np.zeros_like(batch["weights"])
+    weights_BT[:, 4:] = 1
+    given = {**batch, "tokens": tokens_BT, "weights": weights_BT}
+    return float(function(params, place(job, given))["loss"])
+
+  assert (losses(batch["tokens"]) == losses(other_BT)) == separate
