@@ -27,7 +27,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   resolved = finalize.finalize(config, its_devices.platform, its_devices.sizes)
   validate.check(resolved, its_devices.sizes)
   coordinate_check.check(resolved, steps, its_devices.sizes)
-  at = coordinate_check.widths(resolved, flags.WIDTHS.value)
+  at = coordinate_check.widths(resolved.model, flags.WIDTHS.value)
   jobs = [_job(config, resolved, width, its_devices) for width in at]
   batches = splits.training_batches(jobs[0].config, splits.sharing(jobs[0]))
   file = flags.SVG.value and epath.Path(flags.SVG.value)

@@ -45,7 +45,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   run_tokenizer.adopt(config, str(workdir))
   restore.adopt_schedule(config, workdir)
   [job] = build.prepare(flags.CONFIG)
-  replay.check(job.config, job.devices.sizes)
+  replay.check(job.config.task, job.devices.sizes)
   batches = splits.training_batches(job.config, splits.sharing(job))
   preflight_facts.about_to_run(job, {"train": batches.source}, workdir, writes=False)
   state, start, record, origin = restore.RunCheckpoints(job, workdir).before_step(
@@ -100,16 +100,19 @@ def _run(
   same, compared = _compared(job, logged, step, metrics["loss"], len(known.rollbacks))
   say(compared)
   source, ids_B = batches.rows(step - 1, position)
+  coder = job.config.data.get("tokenizer") or tokenizer.BYTES
   bad = _not_finite(observed)
   if bad:
     say("not finite, in the order of computation:\n" + "\n".join(f"  {line}" for line in bad))
-    say(_causes(job, observed, source, ids_B))
+    say(_causes(coder, observed, source, ids_B))
   else:
     say("all activations, losses, gradients and updated parameters are finite")
   say(_statistics(observed))
   if not bad:
     largest = np.argsort(-observed.losses, kind="stable")[:_SHOWN_ROWS].tolist()
-    say("rows with the largest loss:\n" + _rows_text(job, source, ids_B, largest, observed.losses))
+    say(
+      "rows with the largest loss:\n" + _rows_text(coder, source, ids_B, largest, observed.losses)
+    )
   say(_largest_gradients(observed.gradients))
   wrong = bad or not same or not_finite(metrics)
   return exit_codes.CHECK_FAILED if wrong else exit_codes.DONE
@@ -181,7 +184,7 @@ def _first_bad(what: str, arrays: Sequence[Array]) -> list[str]:
   return [f"{what} {first.name}: {count}, {where}{more}"]
 
 
-def _causes(job: Job, observed: Observed, source: Source, ids_B: np.ndarray) -> str:
+def _causes(coder: str, observed: Observed, source: Source, ids_B: np.ndarray) -> str:
   """Returns the rows in which the first bad number is, or that all have it."""
   bad = [one.bad > 0 for one in observed.activations if not one.finite]
   rows = np.flatnonzero(bad[0] if bad else ~np.isfinite(observed.losses)).tolist()
@@ -189,17 +192,17 @@ def _causes(job: Job, observed: Observed, source: Source, ids_B: np.ndarray) -> 
     return "no row has a bad number in its forward pass"
   if len(rows) == len(ids_B):
     return f"all {len(rows)} rows have it: the parameters are the cause, or the model's code"
-  found = _rows_text(job, source, ids_B, rows, observed.losses)
+  found = _rows_text(coder, source, ids_B, rows, observed.losses)
   return f"rows that cause it, {len(rows)} of {len(ids_B)}:\n{found}"
 
 
 def _rows_text(
-  job: Job, source: Source, ids_B: np.ndarray, rows: Sequence[int], losses_B: np.ndarray
+  coder: str, source: Source, ids_B: np.ndarray, rows: Sequence[int], losses_B: np.ndarray
 ) -> str:
   """Returns lines about the first of some rows of the batch: where they are from, and their text.
 
   Args:
-    job: the run.
+    coder: the run's tokenizer.
     source: of the batch.
     ids_B: the numbers of its rows in the source.
     rows: which of them.
@@ -214,7 +217,7 @@ def _rows_text(
     lines += [f"    {printable(place)}" for place in source.origins(number)]
     if "tokens" in source.fields:
       fields: Any = source.read(np.array([number]))
-      decode = tokenizer.load(job.config.data.get("tokenizer") or tokenizer.BYTES).decode
+      decode = tokenizer.load(coder).decode
       text = decode(fields["tokens"][0].tolist()).decode(errors="replace")
       lines.append(f"    {printable(repr(text), newlines=False, longest=_SHOWN_CHARACTERS)}")
   if len(rows) > _SHOWN_ROWS:

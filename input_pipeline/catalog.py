@@ -12,6 +12,7 @@ TEXT = "text"
 CONVERSATIONS = "conversations"
 PREFERENCES = "preferences"
 RENDERED = (CONVERSATIONS, PREFERENCES)  # by a chat template
+CONVERSATION_FORMS = "'messages', 'conversations', or 'prompt' and 'completion'"
 OF_FILES = (TEXT, *RENDERED)  # names of data that are read from the files that data.files names
 
 

@@ -351,28 +351,26 @@ def write_error(path: pathlib.Path, error: RuntimeError) -> OSError:
 Place = Callable[[int], str]
 
 
+@dataclasses.dataclass(slots=True)
 class Item:
   """A document or a record as it is read; or, where it cannot be read, why not.
 
   Attributes:
+    place: gives `where` of the index.
+    index: of the document in what is read.
     value: of a document its text in UTF-8, as bytes; of a record the object. None if it is bad.
     why: what is wrong with it; "" where nothing is.
   """
 
-  __slots__ = ("_index", "_place", "value", "why")
-
-  def __init__(self, place: Place, index: int, value: Any, why: str = ""):
-    self._place, self._index, self.value, self.why = place, index, value, why
-
-  @property
-  def text(self) -> bytes | None:
-    """The text of a document."""
-    return self.value
+  place: Place
+  index: int
+  value: Any
+  why: str = ""
 
   @property
   def where(self) -> str:
     """`FILE`, `FILE:LINE` (from 1) or `FILE, row N` (from 0)."""
-    return self._place(self._index)
+    return self.place(self.index)
 
 
 class ShardWriter:

@@ -85,17 +85,18 @@ class Block(nnx.Module):
 
   @staticmethod
   def dims(spec: LayersSpec, stack: str = LAYERS) -> dict[str, str]:
-    """Returns parameter -> letters, of a layer of a stack."""
+    """Returns parameter -> letters, of a layer of a stack, in the order of computation."""
     if spec.experts > 0 and stack == LAYERS:
       from models.experts import Experts
 
       feedforward = under("experts", Experts.dims(spec))
     else:
       feedforward = under("mlp", MLP.dims(spec) | MLP.bias_dims(spec))
-    found = under("attention", ATTENTION[spec.attention]().dims(spec)) | feedforward
-    for kind, there in (("norm", spec.pre_norms), ("post_norm", spec.post_norms)):
-      for part in ("attention", "mlp") if there else ():
-        found |= under(f"{part}_{kind}", Norm.dims(spec))
+    attention, norm = under("attention", ATTENTION[spec.attention]().dims(spec)), Norm.dims(spec)
+    found = {}
+    for part, rows in (("attention", attention), ("mlp", feedforward)):
+      found |= under(f"{part}_norm", norm) if spec.pre_norms else {}
+      found |= rows | (under(f"{part}_post_norm", norm) if spec.post_norms else {})
     return found
 
   def __call__(

@@ -43,7 +43,9 @@ OPTIONAL = {
   "partitioning.parallel.expert_exchange",
   "partitioning.parallel.pipeline",
   "training.parity",
-  "input_pipeline.tfds",
+  *("input_pipeline.tfds", "input_pipeline.mixture", "input_pipeline.text.preparation"),
+  *("input_pipeline.text.worker", "input_pipeline.text.documents"),
+  *("input_pipeline.text.conversations", "input_pipeline.text.chat_documents"),
   "input_pipeline.text.chat_template",
   "input_pipeline.text.library_tokenizers",
   "input_pipeline.text.train_tokenizer",
@@ -70,16 +72,23 @@ OPTIONAL = {
 }
 
 
-def test_the_default_job_imports_what_it_needs_alone(tmp_path):
+def imported(workdir):
+  """Returns the names of all modules that the start of a run imports."""
   run = subprocess.run(
-    [sys.executable, "-c", PROGRAM, *COMMAND, f"--workdir={tmp_path / 'run'}"],
+    [sys.executable, "-c", PROGRAM, *COMMAND, f"--workdir={workdir}"],
     cwd=ROOT,
     capture_output=True,
     text=True,
     timeout=120,
   )
   assert run.returncode == 0, run.stderr
-  loaded = json.loads(run.stdout.splitlines()[-1])
+  return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_the_default_job_imports_what_it_needs_alone(tmp_path):
+  loaded = imported(tmp_path / "run")
+  if "input_pipeline.tfds" in loaded:  # the first one of this machine has built the data set
+    loaded = imported(tmp_path / "again")
   tops = {path.name for path in ROOT.iterdir() if any(path.glob("*.py"))} - {"tests"}
   ours = {name for name in loaded if name.split(".")[0] in tops}
   assert {"training.step", "models.transformer"} <= ours

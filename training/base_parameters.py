@@ -112,6 +112,27 @@ class ParameterReader:
     dtype = self.job.config.training.frozen_dtype
     return Base(os.fspath(folder), step, dtype, self.digest(frozen))
 
+  def initialized(self, where: str) -> tuple[State, str, Base | None]:
+    """Returns the initial state with other parameters, a line about it, and its base.
+
+    Adapters that are not there are drawn; nothing else of the other run is read.
+
+    Args:
+      where: `DIR[/STEP]` of another run, or a model folder.
+
+    Raises:
+      ValueError: there is no checkpoint, or its parameters have other names, shapes or dtypes.
+    """
+    state, folder, step = self.initial_state(where)
+    origin = f"starts with the parameters of {where}{'' if step is None else f', step {step}'}"
+    return state, origin, self.found_at_start(folder, step, state)
+
+  def initial_state(self, where: str) -> tuple[State, epath.PathLike, int | None]:
+    """Returns the initial state with these parameters, their folder and step; see `initialized`."""
+    wanted = named_leaves(self.job.placed_state.params)
+    folder, step, arrays = self.read(where, wanted, optional=self.adapters)
+    return self.job.initial_state(restore.nested(arrays)), folder, step
+
   def digest(self, arrays: Mapping[str, jax.Array]) -> str:
     """Returns a digest of the names, shapes, dtypes and bits of parameters, in hexadecimal.
 

@@ -97,17 +97,16 @@ class Slope:
 # ------------------------------ the family of configs ------------------------------
 
 
-def widths(config: ConfigDict, given: Sequence[str]) -> list[int]:
+def widths(model: ConfigDict, given: Sequence[str]) -> list[int]:
   """Returns the widths to train, in ascending order.
 
   Args:
-    config: finalized.
+    model: the section of a finalized config.
     given: as on the command line; (): a quarter, a half, one and two times the config's width.
 
   Raises:
     ValueError: fewer than two widths, or one that the model cannot have.
   """
-  model = config.model
   if wrong := [one for one in given if not one.strip().isdecimal()]:
     raise ValueError(f"--widths: {wrong[0]!r} is no whole number; such as --widths=64,128,256")
   chosen = sorted({int(one) for one in given})

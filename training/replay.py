@@ -6,6 +6,7 @@ layers is in memory at once.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from models import activations, model_spec
+from models import activations
 from models.activations import DENSE, STACKED
 from models.losses import Batch
 from partitioning.dtypes import wide_dtype
@@ -30,6 +31,7 @@ from training.step import Program
 from training.tasks import DPO
 
 _ADAPTER = re.compile(r"/lora_[ab]$")
+Found = Mapping[str, Mapping[str, np.ndarray]]  # name -> what `_numbers` has found
 _LETTERS = {STACKED: "L", DENSE: "Z"}  # of stacked layers, see `models.layer_stack.STACKS`
 
 
@@ -80,21 +82,16 @@ class Observed:
   updated: list[Array]
 
 
-def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
-  """Raises ValueError for a finalized config whose steps cannot be replayed.
-
-  Args:
-    config: finalized.
-    sizes: of the mesh axes.
-  """
+def check(task: str, sizes: Mapping[str, int]) -> None:
+  """Raises ValueError for a task, or sizes of the mesh axes, whose steps cannot be replayed."""
   if (stages := sizes.get("stage", 1)) > 1:
     raise ValueError(
       f"mesh.stage={stages}: a replay looks at the activations of whole rows in all layers, and a "
       f"stage has those of its layers; set mesh.stage=1 (and another axis larger): any mesh reads "
       f"the checkpoint"
     )
-  if config.task == DPO:
-    raise ValueError(f"the task {config.task}: a replay needs rows of one text, not of pairs")
+  if task == DPO:
+    raise ValueError(f"the task {task}: a replay needs rows of one text, not of pairs")
 
 
 # ------------------------------ on the devices ------------------------------
@@ -188,15 +185,17 @@ def compile_observer(
     out_shardings=NamedSharding(job.mesh, PartitionSpec()),
   ).function
 
+  order, program = functools.partial(_in_order, job.config.model), job.program
+
   def observe(state: State, batch: Mapping[str, jax.Array]) -> Observed:
     found = jax.device_get(compiled(state, dict(batch)))
     losses, weights = (_of_batch(found[name]) for name in ("losses", "weights"))
     return Observed(
-      _parameters(job, found["parameters"]),
-      _activations(job, found["activations"]),
+      order(*_parameters(program, found["parameters"])),
+      order(*_activations(found["activations"])),
       losses / np.where(weights == 0, 1, weights),
-      _parameters(job, found["gradients"])[::-1],
-      _parameters(job, found["updated"]),
+      order(*_parameters(program, found["gradients"]))[::-1],
+      order(*_parameters(program, found["updated"])),
     )
 
   return observe
@@ -224,36 +223,32 @@ def _array(name: str, numbers: Mapping[str, np.ndarray]) -> Array:
   )
 
 
-def _activations(job: Job, found: Mapping[str, Mapping[str, np.ndarray]]) -> list[Array]:
-  """Returns activations, which are recorded in the order of the forward pass."""
-  return _in_order(
-    job, found, {name: _LETTERS.get(name[: name.find("/") + 1], "") for name in found}
-  )
+def _activations(found: Found) -> tuple[Found, dict[str, str]]:
+  """Returns activations and their stacks: they are recorded in the order of the forward pass."""
+  return found, {name: _LETTERS.get(name[: name.find("/") + 1], "") for name in found}
 
 
-def _parameters(job: Job, found: Mapping[str, Mapping[str, np.ndarray]]) -> list[Array]:
-  """Returns parameters or gradients in the order of the model's table of names."""
-  rules = list(model_spec(job.config).parameters)
+def _parameters(program: Program, found: Found) -> tuple[Found, dict[str, str]]:
+  """Returns parameters or gradients, and their stacks, in the order of the model's table."""
+  rules = list(program.letters)
 
   def place(name: str) -> tuple[int, str]:
     names = name, _ADAPTER.sub("/kernel", name)  # adapters stand at the table's end
     matching = (i for i, rule in enumerate(rules) for n in names if re.fullmatch(rule, n))
     return min(matching, default=0), name
 
-  return _in_order(job, found, {name: job.program.stack(name) for name in sorted(found, key=place)})
+  return found, {name: program.stack(name) for name in sorted(found, key=place)}
 
 
-def _in_order(
-  job: Job, found: Mapping[str, Mapping[str, np.ndarray]], letters: Mapping[str, str]
-) -> list[Array]:
+def _in_order(model: ConfigDict, found: Found, letters: Mapping[str, str]) -> list[Array]:
   """Returns arrays in the order of computation: all of a layer, then all of the next.
 
   Args:
-    job: the run.
+    model: the section of the config.
     found: name -> numbers.
     letters: of the stack of layers that has an array, or ""; in the order of one layer.
   """
-  model, behind, listed = job.config.model, False, []
+  behind, listed = False, []
   for place, (name, letter) in enumerate(letters.items()):
     numbers = found[name]
     if not letter:

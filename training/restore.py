@@ -400,33 +400,9 @@ def first_state(job: Job, base: Base | None = None) -> tuple[State, str, Base | 
     base: that of the run's first start, if it has made its first step and saves only a part.
   """
   where = base.location if base else job.config.checkpoint.initialize_from
-  return (
-    initialized(job, where) if where else (job.initial_state(), "starts from the first step", None)
-  )
-
-
-def initialized(job: Job, where: str) -> tuple[State, str, Base | None]:
-  """Returns the initial state with other parameters, and more as `first_state` does.
-
-  Adapters that are not there are drawn; nothing else of the other run is read.
-
-  Args:
-    job: the run.
-    where: `DIR[/STEP]` of another run, or a model folder.
-
-  Raises:
-    ValueError: there is no checkpoint, or its parameters have other names, shapes or dtypes.
-  """
-  state, folder, step = _with_parameters_of(job, where)
-  origin = f"starts with the parameters of {where}{'' if step is None else f', step {step}'}"
-  return state, origin, ParameterReader(job).found_at_start(folder, step, state)
-
-
-def _with_parameters_of(job: Job, where: str) -> tuple[State, epath.PathLike, int | None]:
-  """Returns the initial state with these parameters, their folder and step; see `initialized`."""
-  wanted, reader = named_leaves(job.placed_state.params), ParameterReader(job)
-  folder, step, arrays = reader.read(where, wanted, optional=reader.adapters)
-  return job.initial_state(checkpoint_restore.nested(arrays)), folder, step
+  if where:
+    return ParameterReader(job).initialized(where)
+  return job.initial_state(), "starts from the first step", None
 
 
 def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
@@ -452,7 +428,7 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
     if arrays.keys() == wanted.keys() and not job.state.variables:
       # Without the optimizer's state, which is twice as large.
       return 0, checkpoint_restore.nested(arrays), {}
-    state, _, _ = _with_parameters_of(job, location)
+    state, _, _ = reader.initial_state(location)
     return 0, state.params, state.variables
   folder, step = checkpoint_restore.parse_location(location)
   verify, together = job.config.checkpoint.verify, reader.consensus
@@ -481,12 +457,12 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
     )
   params, _ = reader.completed(tree[PARAMETERS], base, str(folder))
   if decay := job.config.evaluation.ema_decay:
-    average = _average(job, folder / str(step), decay)
+    average = _average(reader, folder / str(step), decay)
     params = merged(average, job.program.split(params)[1])
   return step, params, tree[VARIABLES]
 
 
-def _average(job: Job, path: epath.Path, decay: float) -> dict[str, Any]:
+def _average(reader: ParameterReader, path: epath.Path, decay: float) -> dict[str, Any]:
   """Returns an average of the trained parameters, from a step's folder, placed as the parameters.
 
   Raises:
@@ -502,14 +478,14 @@ def _average(job: Job, path: epath.Path, decay: float) -> dict[str, Any]:
     known = ", ".join(one.replace("_", ".") for one in there)
     known = known or "none (optimizer.ema_decays was not set)"
     raise ValueError(f"evaluation.ema_decay={decay:g}: {path} has no such average; it has {known}")
-  wanted, _ = job.program.split(job.placed_state.params)
+  wanted, _ = reader.job.program.split(reader.job.placed_state.params)
   tree = {branch: {averages.FIELD: {key: wanted}}}
   found = checkpoint_restore.read_arrays(
     path,
     tree,
     branches=(branch,),
-    verify=job.config.checkpoint.verify,
-    together=ParameterReader(job).consensus,
+    verify=reader.job.config.checkpoint.verify,
+    together=reader.consensus,
     compared=True,
   )
   return found[branch][averages.FIELD][key]

@@ -88,7 +88,7 @@ def adopt(config: ConfigDict, location: str) -> None:
     config.model.folder = config.model.folder or location
   if found is None or "tokenizer" not in config.data:
     return
-  _adopt_template(config, found)
+  _adopt_template(config.data, found)
   _adopt_model(config, found, location)
   if not _has_tokenizer(found):
     return
@@ -111,7 +111,7 @@ def adopt_missing(config: ConfigDict, workdir: epath.Path) -> None:
   if gone and (found := of_checkpoint(str(workdir))) is not None:
     _adopt_model(config, found, str(workdir))
   if config.data.get("chat_template") and (found := of_checkpoint(str(workdir))) is not None:
-    _adopt_template(config, found)
+    _adopt_template(config.data, found)
   given = config.data.get("tokenizer")
   if not given or given == tokenizer.BYTES or epath.Path(given).expanduser().exists():
     return
@@ -150,14 +150,14 @@ def _has_tokenizer(folder: epath.Path) -> bool:
   return any((folder / name).exists() for name in files_)
 
 
-def _adopt_template(config: ConfigDict, folder: epath.Path) -> None:
-  """Lets a config read a copied chat template, unless it names a file that is there."""
-  given = config.data.get("chat_template")
-  if config.data.get("name") not in catalog.RENDERED:
+def _adopt_template(data: ConfigDict, folder: epath.Path) -> None:
+  """Lets a config's section read a copied chat template, unless it names a file that is there."""
+  given = data.get("chat_template")
+  if data.get("name") not in catalog.RENDERED:
     return
   if given and epath.Path(given).expanduser().exists():
     return
   for name in TEMPLATES[::-1]:
     if (folder / name).exists():
-      config.data.chat_template = str(folder / name)
+      data.chat_template = str(folder / name)
       return

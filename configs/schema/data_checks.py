@@ -10,7 +10,6 @@ from ml_collections import ConfigDict
 
 from input_pipeline import catalog
 from input_pipeline.ramp import Ramp
-from input_pipeline.text.conversations import FORMS
 from runtime.suggest import nearest
 from training.tasks import DPO, TASKS
 
@@ -283,4 +282,5 @@ def file_errors(data: ConfigDict, task: str) -> Iterator[str]:
   sources = [source for source in data.sources if isinstance(source, Mapping)]
   for feature in (data.text_feature, *(source.get("text_feature", "") for source in sources)):
     if feature:
-      yield f"data.text_feature={feature!r}: conversations are read from {FORMS}; leave it empty"
+      forms = catalog.CONVERSATION_FORMS
+      yield f"data.text_feature={feature!r}: conversations are read from {forms}; leave it empty"

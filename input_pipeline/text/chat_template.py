@@ -34,8 +34,6 @@ from input_pipeline.text.conversations import ASSISTANT, Conversation
 KEY = "chat_template"  # of tokenizer_config.json
 DATE = datetime.datetime(2025, 1, 1)
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"  # of templates with names
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-_SPECIAL = (*_SPECIAL, "mask_token")
 _MORE_SPECIAL = "additional_special_tokens"
 # Around what is marked, while a template is rendered for its marks; no text contains them.
 _BEGIN, _END = (f"\ufdd0{secrets.token_hex(8)}{mark}" for mark in "<>")
@@ -387,12 +385,11 @@ def _special(encoder: tokenizer.Tokenizer) -> dict[str, Any]:
   for file in (tokenizer_files.SPECIAL_FILE, tokenizer_files.CONFIG_FILE):
     if path := encoder.files.get(file):
       config = tokenizer_files.read_object(path)
-      found |= {key: _content(config[key]) for key in _SPECIAL if config.get(key)}
+      found |= {
+        key: tokenizer_files.token_name(config[key])
+        for key in tokenizer_files.SPECIAL_KEYS
+        if config.get(key)
+      }
       if isinstance(more := config.get(_MORE_SPECIAL), list):
-        found[_MORE_SPECIAL] = [*filter(None, map(_content, more))]
+        found[_MORE_SPECIAL] = [*filter(None, map(tokenizer_files.token_name, more))]
   return {name: token for name, token in found.items() if token}
-
-
-def _content(token: Any) -> str | None:
-  content = token.get("content") if isinstance(token, dict) else token
-  return content if isinstance(content, str) else None

@@ -13,11 +13,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from input_pipeline.catalog import CONVERSATION_FORMS
 from input_pipeline.text import documents
 
 ASSISTANT = "assistant"
-REFUSE, DROP = "refuse", "drop"  # what is done with conversations that cannot be trained on
-FORMS = "'messages', 'conversations', or 'prompt' and 'completion'"
+DROP = "drop"  # what is done with conversations that cannot be trained on, unless refused
 # Roles of ShareGPT's `from`, as the chat templates call them.
 _ROLES = {
   "human": "user",
@@ -97,7 +97,7 @@ def _messages(record: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
   parts = [record.get(key) for key in ("prompt", "completion")]
   if any(part is None for part in parts):
     present = ", ".join(repr(key) for key, value in record.items() if value is not None)
-    raise ValueError(f"it has none of {FORMS}, only {present or 'nothing'}")
+    raise ValueError(f"it has none of {CONVERSATION_FORMS}, only {present or 'nothing'}")
   if all(isinstance(part, str) for part in parts):
     roles = zip(("user", ASSISTANT), parts, strict=True)
     return _all([{"role": role, "content": text} for role, text in roles]), 0

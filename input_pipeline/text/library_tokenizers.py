@@ -25,8 +25,10 @@ from input_pipeline.text.tokenizer_files import (
   CONFIG_FILE,
   GENERATION_FILE,
   SPECIAL_FILE,
+  SPECIAL_KEYS,
   TEKKEN_FILE,
   TOKENIZER_FILE,
+  token_name,
 )
 from runtime.forms import COUNT, FLAG, TEXT, Needs, OrNull
 
@@ -43,10 +45,6 @@ _FORM = {
 }
 _BATCH = 2**20
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# The keys of tokenizer_config.json and special_tokens_map.json that name one special token each.
-_NAMED = (
-  *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"),
-)
 _LISTED = ("additional_special_tokens", "extra_special_tokens")
 
 
@@ -75,9 +73,7 @@ class JsonTokenizer:
   def __init__(self, path, companions):
     content = tokenizer_files.read(path)
     self._description = _plain_behavior(tokenizer_files.parse_object(content, path, _FORM), path)
-    said = {
-      name: tokenizer_files.read_object(p) for name, p in companions.items() if name[-5:] == ".json"
-    }
+    said = tokenizer_files.read_companions(companions)
     self.name = str(path)
     self.files = {TOKENIZER_FILE: path, **companions}
     vocabulary = _vocabulary(self._description, path)
@@ -273,30 +269,24 @@ def _ordinary(names: set[str], model: dict[str, Any]) -> set[str]:
 # ------------------------------ special tokens ------------------------------
 
 
-def _content(token: Any) -> str | None:
-  """Returns the name of a special token, as both forms of tokenizer_config.json write it."""
-  content = token.get("content") if isinstance(token, dict) else token
-  return content if isinstance(content, str) and content else None
-
-
 def _special_names(description: dict[str, Any], said: Iterable[dict[str, Any]]) -> Iterable[str]:
   """Yields the names of the special tokens: those of the file, and those that others name."""
   yield from (token["content"] for token in description["added_tokens"] if token.get("special"))
   for config in said:
-    named = [config.get(key) for key in _NAMED]
+    named = [config.get(key) for key in SPECIAL_KEYS]
     for key in _LISTED:
       listed = config.get(key) or []
       listed = [listed] if isinstance(listed, str) else listed
       named += listed.values() if isinstance(listed, dict) else listed
     decoder = config.get("added_tokens_decoder") or {}
     named += [token for token in decoder.values() if token.get("special")]
-    yield from filter(None, map(_content, named))
+    yield from filter(None, map(token_name, named))
 
 
 def _end(path, said, vocabulary, suffix):
   """Returns the id that ends a document. Raises ValueError where no file says which."""
   for file in (CONFIG_FILE, SPECIAL_FILE):
-    if name := _content(said.get(file, {}).get("eos_token")):
+    if name := token_name(said.get(file, {}).get("eos_token")):
       if name in vocabulary:
         return vocabulary[name]
       raise ValueError(
@@ -330,7 +320,7 @@ def _bos(said, vocabulary, prefix):
     **said.get(SPECIAL_FILE, {}),
     **said.get(CONFIG_FILE, {}),
   }
-  named = vocabulary.get(_content(config.get("bos_token")))
+  named = vocabulary.get(token_name(config.get("bos_token")))
   if config.get("add_bos_token") is False:
     return None
   if config.get("add_bos_token") and named is not None:
@@ -463,9 +453,7 @@ class SentencePieceTokenizer:
       raise ValueError(
         f"data.tokenizer: {path} has no id that ends a document; train it with an eos_id"
       )
-    said = {
-      name: tokenizer_files.read_object(p) for name, p in companions.items() if name[-5:] == ".json"
-    }
+    said = tokenizer_files.read_companions(companions)
     tokenizer_files.check_added(path, said, self._id_of)
     config = said.get(tokenizer_files.CONFIG_FILE, {})
     bos = processor.bos_id()

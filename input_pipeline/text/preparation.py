@@ -134,7 +134,7 @@ def fill(
       raise ValueError(text) from error
     finally:
       store.remove_partial(task.folder)
-  progress.end()
+  progress.show()
 
 
 def _cores() -> int:
@@ -178,10 +178,6 @@ class _Progress:
       f"{percent:.0f} % of {self._total / 2**20:,.0f} MiB{left}, {count:,} documents, "
       f"{tokens / seconds / 1000:,.0f}k tokens/s",
     )
-
-  def end(self) -> None:
-    """Ticks for the last time."""
-    self.show()
 
 
 def _duration(seconds: float) -> str:

@@ -21,6 +21,9 @@ TEMPLATE_FILE = "chat_template.jinja"
 ADDED_FILE = "added_tokens.json"
 # What may stand beside a tokenizer, and is copied with it.
 COMPANIONS = (CONFIG_FILE, SPECIAL_FILE, GENERATION_FILE, TEMPLATE_FILE, ADDED_FILE)
+# The keys of CONFIG_FILE and SPECIAL_FILE that name one special token each.
+SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+SPECIAL_KEYS = (*SPECIAL_KEYS, "mask_token")
 
 
 def as_bytes(text: str | bytes) -> bytes:
@@ -85,6 +88,17 @@ def parse_object(content: bytes, path: epath.PathLike, form: Any) -> dict[str, A
     raise ValueError(f"data.tokenizer: {path} is not valid JSON ({error})") from error
   forms.check(value, form, f"data.tokenizer: {path}")
   return value
+
+
+def read_companions(companions: Mapping[str, epath.Path]) -> dict[str, dict[str, Any]]:
+  """Returns name -> content of those of the files beside a tokenizer that are JSON objects."""
+  return {name: read_object(p) for name, p in companions.items() if name.endswith(".json")}
+
+
+def token_name(token: Any) -> str | None:
+  """Returns the name of a special token, as both forms of CONFIG_FILE write it; None for none."""
+  content = token.get("content") if isinstance(token, dict) else token
+  return content if isinstance(content, str) and content else None
 
 
 def check_added(

@@ -62,11 +62,11 @@ def sample(
   for unit in ordered:
     of_unit = 0
     for item in documents.read(unit, feature):
-      if item.text is None:
+      if item.value is None:
         bad(item)
         continue
-      yield item.text
-      of_unit += len(item.text)
+      yield item.value
+      of_unit += len(item.value)
       if of_unit >= share:
         break
     taken += of_unit

@@ -1,4 +1,4 @@
-"""Records that cannot be read: which they are, the same on all processes, and how many may be."""
+"""Records that cannot be read: which they are, how many may be, what batches and training do."""
 
 import concurrent.futures
 import itertools
@@ -8,16 +8,25 @@ import re
 import shutil
 import threading
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
-from input_pipeline import bad_records, store
+from input_pipeline import bad_records, batches, row_source, store
+from input_pipeline import tfds as datasets
+from input_pipeline.catalog import Reference
 from input_pipeline.source import UnreadableError
+from tests.helpers.cli import TINY_LM, lines_of
+from tests.helpers.jobs import make_job
 from tests.input_pipeline.damage import (
   BAD,
   BAD_IMAGES,
+  IMAGES,
+  LENGTH,
   ROWS,
   damage,
+  damage_data_set,
   damage_more,
   is_without,
   opened,
@@ -184,7 +193,7 @@ def test_more_than_the_limit_are_refused_with_their_number(text):
   assert len(opened(text(5)).bad) == 5
 
 
-def test_a_split_without_a_row_that_can_be_read_is_refused(text):
+def test_a_split_without_a_row_that_can_be_read_is_refusal(text):
   damage(text(ROWS), range(ROWS))
   assert "none of its 67 rows can be read" in _refusal(text(ROWS))
 
@@ -205,3 +214,184 @@ def test_without_the_key_the_read_refuses_by_name(text):
     " and run again to prepare it from scratch, or set data.max_bad_records to continue without its"
     " rows"
   )
+
+
+# ------------------------------ batches ------------------------------
+
+
+def test_a_batch_of_bad_rows_alone_is_refusal(text):
+  data = text(8)
+  bad = (5, 6, 7, 8, 9, 10)
+  damage(data, bad)
+  device = SingleDeviceSharding(jax.devices()[0])
+  training = batches.TrainingBatches(opened(data), global_batch_size=4, seed=0, shuffle=False)
+  shardings = dict.fromkeys(training.abstract, device)
+  assert np.asarray(training.batch(1, shardings)["weights"]).sum() == LENGTH  # row 4
+  wrapped = batches.TrainingBatches(opened(data), global_batch_size=3, seed=0, shuffle=False)
+  message = r"the batch of step 3 has no row that can be read: 6, 7, 8 \(.*data.global_batch_size=3"
+  with pytest.raises(UnreadableError, match=message):
+    wrapped.batch(2, shardings)
+
+
+def test_an_evaluation_of_bad_rows_alone_is_refusal(text):
+  data = text(4)
+  drawn = batches.EvaluationBatches(opened(data), global_batch_size=2)
+  bad = np.concatenate([drawn.row_ids(i) for i in range(2)])
+  damage(data, bad.tolist())
+  source = opened(data)
+  message = r"none of the 4 rows that an evaluation of 2 batches draws can be read"
+  with pytest.raises(ValueError, match=message):
+    batches.EvaluationBatches(source, global_batch_size=2, steps=2)
+  # A batch of bad rows is like one of padding.
+  evaluation = batches.EvaluationBatches(source, global_batch_size=2, steps=3)
+  shardings = dict.fromkeys(evaluation.abstract, SingleDeviceSharding(jax.devices()[0]))
+  sums = [np.asarray(evaluation.batch(i, shardings)["weights"]).sum() for i in range(3)]
+  assert sums == [0, 0, 2 * LENGTH]
+
+
+# ------------------------------ records of the data set ------------------------------
+
+
+def test_bad_images_of_the_data_set_are_left_out(images, folder):
+  sound = opened(images(0))
+  whole = sound.read(np.arange(IMAGES))
+  pixels = np.rint(whole["inputs"] * 255).astype(np.uint8)
+  damage_data_set(folder, "snow", [pixels[row].tobytes() for row in BAD_IMAGES])
+  message = _refusal(images(0))
+  assert "data set snow:1.2.0, split train: 1 bad record, more than data.max_bad_recor" in message
+  assert "record 2: RuntimeError: Corrupted Riegeli/records file" in message
+  message = _refusal(images(2))
+  assert "split train: 3 bad records, more than data.max_bad_records=2; repair the data" in message
+  source = opened(images(3))
+  good = np.delete(np.arange(IMAGES), BAD_IMAGES)
+  for field, array in source.read(np.arange(len(source))).items():
+    np.testing.assert_array_equal(array, whole[field][good])
+  assert source.bad.left_out == tuple(f"record {number}" for number in BAD_IMAGES)
+  assert source.fingerprint != sound.fingerprint
+  # Prepared once, it is refused to whoever does not allow for as many.
+  assert "snow:1.2.0 train: 3 bad records, more than data.max_bad_records=2" in _refusal(images(2))
+  # What goes bad later comes on top.
+  damage_more(images(3), 20)
+  assert "1 of 38 rows cannot be read, and 3 bad records are left out, more" in _refusal(images(3))
+  assert opened(images(4)).bad.rows == (20,)
+
+
+def test_a_bad_document_is_left_out(text, folder):
+  builder = datasets.load_builder(Reference("noise", "", ""), folder)
+  documents = [example["body"] for _, example in datasets.examples(builder, "train", pytest.fail)]
+  damage_data_set(folder, "noise", [documents[1]])
+  assert "record 1: RuntimeError: " in _refusal(text(0))
+  source = opened(text(1))
+  rows = source.read(np.arange(len(source)))["targets"].astype(np.uint8)
+  assert sorted(row.tobytes() for row in rows) == sorted(
+    document + b"\0" for number, document in enumerate(documents) if number != 1
+  )
+  assert (source.bad.rows, source.bad.left_out, len(source.bad)) == ((), ("record 1",), 1)
+  assert str(source.bad).startswith("left out: 1 record: record 1 (the first: record 1: RuntimeEr")
+
+
+def test_an_image_of_another_shape_is_a_bad_record(config, tmp_path, write_tfds):
+  import tensorflow_datasets as tfds
+
+  features = {
+    "image": tfds.features.Tensor(shape=(None, 2), dtype=np.uint8),
+    "label": tfds.features.ClassLabel(num_classes=2),
+  }
+  examples = [{"image": np.full((2, 2), 10 + i, np.uint8), "label": i % 2} for i in range(9)]
+  examples[4]["image"] = examples[4]["image"][:1]
+  write_tfds(tmp_path, "ragged", features, {"train": examples})
+  sizes = {"input_size": 4, "target_size": 2, "data_dir": str(tmp_path), "max_bad_records": 3}
+  source = opened(config("ragged", "image", **sizes))
+  assert (len(source), len(source.bad.left_out)) == (8, 1)
+  assert "it has shape (1, 2), but the first image has (2, 2)" in source.bad.why
+
+
+@pytest.mark.parametrize("torn", ["cut", "empty", "missing", "its end flipped"])
+def test_a_truncated_file_is_refused_at_any_limit(images, folder, torn):
+  (path,) = (folder / "snow" / "1.2.0").glob("*train.array_record*")
+  content = bytearray(path.read_bytes())
+  shutil.rmtree(folder / "prepared")
+  if torn == "its end flipped":
+    content[-65536 + 8] ^= 1  # of the block that holds the list of the records
+  path.write_bytes(bytes({"cut": content[:40000], "empty": b""}.get(torn, content)))
+  if torn == "missing":
+    path.unlink()
+  message = _refusal(images(10**6))
+  assert (
+    f"snow:1.2.0, split train: the file {path} of 41 records cannot be read as a whole" in message
+  )
+
+
+# ------------------------------ what is trained ------------------------------
+
+
+def _trained(job, step, source, state, numbers):
+  """Returns the state after some steps, and their losses."""
+  training = batches.TrainingBatches(
+    source, global_batch_size=job.config.data.global_batch_size, seed=job.config.seed
+  )
+  losses = []
+  for number in numbers:
+    state, metrics = step(state, training.batch(number, job.batch_shardings))
+    losses.append(float(metrics["loss"]))
+  return state, losses
+
+
+def test_training_continues_with_zero_weight_for_these_rows(images):
+  data = images(3)
+  whole = damage(data, BAD_IMAGES)
+  whole["weights"][list(BAD_IMAGES)] = 0  # the rows themselves are what they were
+  wanted = row_source.array_source("by construction", whole)
+  eight, one = make_job("dp8", "mlp"), make_job("single", "mlp")
+  step, step_of_one = (job.compile_train_step().function for job in (eight, one))
+  first = jax.device_get(eight.compile_init().function(jax.random.key(0)))
+
+  def begin(job, state):
+    return jax.device_put(state, job.state_shardings)
+
+  expected, losses = _trained(eight, step, wanted, begin(eight, first), range(6))
+  state, found = _trained(eight, step, opened(data), begin(eight, first), range(6))
+  assert found == losses
+  jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
+  # The same in two parts, the second on one device.
+  half, before = _trained(eight, step, opened(data), begin(eight, first), range(3))
+  half = begin(one, jax.device_get(half))
+  state, after = _trained(one, step_of_one, opened(data), half, range(3, 6))
+  np.testing.assert_allclose(before + after, losses, rtol=1e-5)
+  leaves = (jax.tree.leaves(jax.device_get(tree.params)) for tree in (state, expected))
+  for ours, theirs in zip(*leaves, strict=True):
+    assert np.linalg.norm(ours - theirs) <= 1e-5 * np.linalg.norm(theirs)
+
+
+@pytest.mark.long
+def test_the_application_refuses_by_name_or_continues(main, text, folder, tmp_path):
+  run = [
+    "--config=configs/dp4_tp2.py:model=lm,data=noise",
+    *TINY_LM,
+    f"--config.data.data_dir={folder}",
+    "--config.data.packing=none",
+    "--config.data.sequence_length=16",
+    "--config.data.evaluation_split=test",
+    "--config.data.global_batch_size=8",
+    "--config.training.steps=6",
+    "--config.checkpoint.every_steps=2",
+    "--config.metrics.every_steps=1",
+    "--config.metrics.tensorboard=false",
+    f"--workdir={tmp_path / 'run'}",
+  ]
+  data = text(0)
+  order = batches.TrainingBatches(opened(data), global_batch_size=8, seed=0)
+  row = int(order.row_ids(4)[0])  # of the fifth step
+  damage(data, [row])
+  code, out, err = main(*run)
+  assert (code, err.count("\n")) == (1, 1), err
+  assert err.startswith(f"error: noise:1.2.0 train: row {row} (document ")
+  assert "or set data.max_bad_records to continue without its rows" in err
+  assert [line["step"] for line in lines_of(tmp_path / "run") if "loss" in line] == [1, 2, 3, 4]
+  code, out, err = main(*run, "--config.data.max_bad_records=1")
+  assert code == 0, err
+  assert "resumes from the checkpoint of step 4" in out
+  assert f"noise:1.2.0 train: unreadable: 1 row of weight 0: {row} (" in out
+  listed = json.loads((tmp_path / "run" / "bad_records.json").read_text())
+  assert listed["train"]["rows"] == [row]
+  assert listed["held out"]["rows"] == []

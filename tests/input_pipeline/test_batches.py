@@ -1,18 +1,99 @@
-"""The batch is a function of the step."""
+"""The batch is a function of the step, also where rows are cut; prefetching."""
 
 import os
 import pathlib
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from input_pipeline import batches
+from input_pipeline.batches import Prefetcher, TrainingBatches, cut_rows
+from input_pipeline.position import Position
+from input_pipeline.ramp import Ramp
+from input_pipeline.row_source import array_source
+
+# ------------------------------ rows that are cut ------------------------------
+
+ROWS, T = 24, 12
+
+
+def source():
+  """Returns rows of tokens whose numbers tell where they are."""
+  random = np.random.default_rng(0)
+  stream = np.arange(ROWS * (T + 1), dtype=np.int32).reshape(ROWS, T + 1)
+  starts = random.random((ROWS, T)) < 0.3
+  return array_source(
+    "numbered",
+    {
+      "tokens": stream[:, :-1],
+      "targets": stream[:, 1:],
+      "weights": random.integers(0, 2, (ROWS, T)).astype(np.float32),
+      "segments": np.cumsum(starts, axis=1, dtype=np.int32),
+    },
+  )
+
+
+def test_pieces_are_slices_of_rows_and_number_their_documents_from_zero():
+  whole, pieces = source(), 3
+  parts = cut_rows(whole, pieces)
+  assert len(parts) == 3 * ROWS
+  numbers = np.array([5, 4, 70, 3, 5])
+  found, rows = parts.read(numbers), whole.read(np.arange(ROWS))
+  assert {name: shape for name, (shape, _) in parts.fields.items()} == {
+    name: array.shape[1:] for name, array in found.items()
+  }
+  for at, number in enumerate(numbers):
+    row, first = number // pieces, number % pieces * 4
+    for name in ("tokens", "targets", "weights"):
+      np.testing.assert_array_equal(found[name][at], rows[name][row, first : first + 4])
+    segments = rows["segments"][row, first : first + 4]
+    np.testing.assert_array_equal(found["segments"][at], segments - segments[0])
+    assert found["segments"].dtype == np.int32
+  # The target of a piece's last token is the next one of the text.
+  np.testing.assert_array_equal(found["targets"][:, -1], found["tokens"][:, -1] + 1)
+
+
+def test_each_step_has_the_tokens_of_its_rows_whatever_they_are_cut_into():
+  ramp = Ramp(((0, 2), (3, 4), (6, 8)), ((0, 4), (2, 2), (5, 1)))
+  whole = source()
+  batches = TrainingBatches(whole, global_batch_size=8, seed=3, ramp=ramp)
+  mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+  shardings = {name: NamedSharding(mesh, PartitionSpec("data")) for name in whole.fields}
+  position, seen = Position.of(ramp.rows), []
+  for step in range(7):
+    rows, pieces = ([2] * 3 + [4] * 3 + [8])[step], [4, 4, 2, 2, 2, 1, 1][step]
+    ids = batches.row_ids(step)
+    seen += ids.tolist()
+    stored, found = whole.read(ids), batches.batch(step, shardings, position)
+    assert len(ids) == rows
+    for name in ("tokens", "targets", "weights"):
+      assert found[name].shape == (rows * pieces, T // pieces)
+      wanted = np.concatenate([np.split(row, pieces) for row in stored[name]])
+      np.testing.assert_array_equal(np.asarray(found[name]), wanted)
+  assert len(seen) == 2 * 3 + 4 * 3 + 8
+  plain = TrainingBatches(whole, global_batch_size=1, seed=3)
+  assert seen == [int(plain.row_ids(number)[0]) for number in range(len(seen))]
+
+
+def test_the_same_rows_in_each_step_are_not_taken_for_the_same_batch():
+  whole = source()
+  ramp = Ramp(((0, ROWS),), ((0, 2), (1, 1)))
+  batches = TrainingBatches(whole, global_batch_size=ROWS, seed=0, shuffle=False, ramp=ramp)
+  mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+  shardings = {name: NamedSharding(mesh, PartitionSpec()) for name in whole.fields}
+  shapes = [batches.batch(step, shardings)["tokens"].shape for step in range(3)]
+  assert shapes == [(2 * ROWS, T // 2), (ROWS, T), (ROWS, T)]
+
+
+# ------------------------------ batches ------------------------------
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -225,3 +306,83 @@ def test_each_of_two_processes_reads_its_own_rows():
   ]
   outputs = [process.communicate(timeout=60)[0] for process in processes]
   assert all("right" in output for output in outputs)
+
+
+# ------------------------------ prefetched ------------------------------
+
+
+def test_batches_come_in_order():
+  with Prefetcher(lambda step: step * 10, start=3, stop=9, depth=2) as prefetcher:
+    assert [prefetcher.get(step) for step in range(3, 9)] == [30, 40, 50, 60, 70, 80]
+
+
+def test_no_more_than_depth_ahead():
+  made = []
+  with Prefetcher(made.append, start=0, stop=100, depth=3) as prefetcher:
+    prefetcher.get(0)
+    time.sleep(0.1)
+    assert made == [0, 1, 2, 3]
+
+
+def test_steps_out_of_order_are_refused():
+  with Prefetcher(lambda step: step, start=0, stop=2) as prefetcher:
+    with pytest.raises(ValueError, match=r"step 1 was asked for, but the next one is 0 of 0..1"):
+      prefetcher.get(1)
+    prefetcher.get(0)
+    prefetcher.get(1)
+    with pytest.raises(ValueError, match="step 2 was asked for"):
+      prefetcher.get(2)
+
+
+def test_an_error_is_raised_at_its_step():
+  def make(step):
+    if step == 2:
+      raise OSError("disk gone")
+    return step
+
+  with Prefetcher(make, start=0, stop=10, depth=4) as prefetcher:
+    assert [prefetcher.get(0), prefetcher.get(1)] == [0, 1]
+    for _ in range(2):  # and stays, rather than leaving the caller to wait for ever
+      with pytest.raises(OSError, match="disk gone"):
+        prefetcher.get(2)
+
+
+def test_waiting_is_counted():
+  def slow(step):
+    time.sleep(0.1)
+    return step
+
+  with Prefetcher(slow, start=0, stop=2, depth=1) as prefetcher:
+    prefetcher.get(0)
+    assert 0.05 < prefetcher.wait_seconds < 1
+    time.sleep(0.3)
+    before = prefetcher.wait_seconds
+    prefetcher.get(1)
+    assert prefetcher.wait_seconds - before < 0.05
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_closing_ends_the_thread(depth):
+  prefetcher = Prefetcher(lambda step: step, start=0, stop=10**9, depth=depth)
+  prefetcher.get(0)
+  begin = time.perf_counter()
+  prefetcher.close()
+  prefetcher.close()
+  assert time.perf_counter() - begin < 1
+  assert "prefetch" not in {thread.name for thread in threading.enumerate()}
+  with pytest.raises(RuntimeError, match="closed"):
+    prefetcher.get(1)
+
+
+def test_closing_does_not_wait_for_a_read_that_hangs():
+  release = threading.Event()
+  prefetcher = Prefetcher(lambda step: release.wait(60), start=0, stop=1)
+  begin = time.perf_counter()
+  prefetcher.close(timeout_seconds=0.1)
+  assert time.perf_counter() - begin < 1
+  release.set()
+
+
+def test_depth():
+  with pytest.raises(ValueError, match="depth=0"):
+    Prefetcher(lambda step: step, start=0, stop=1, depth=0)

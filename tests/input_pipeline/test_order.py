@@ -1,10 +1,107 @@
-"""Epochs of one source, and of several that are mixed."""
+"""The order of rows, of a source and of several."""
 
 import numpy as np
 import pytest
 
-from input_pipeline.order import EpochOrder, MixtureOrder, Part
+from input_pipeline.order import (
+  PERIOD,
+  EpochOrder,
+  Interleaving,
+  MixtureOrder,
+  Part,
+  Stages,
+  rounded,
+  row_shares,
+)
 from input_pipeline.position import Position
+
+# ------------------------------ mixtures ------------------------------
+
+
+def shares_of(random, count):
+  """Returns random shares, some of them tiny."""
+  drawn = random.dirichlet(np.full(count, random.choice([0.1, 0.5, 3.0])))
+  return (np.maximum(drawn, 1e-9) / np.maximum(drawn, 1e-9).sum()).tolist()
+
+
+def counted(sources, count):
+  """Returns how many of the first 1, 2, ... rows come from each source, [rows, k]."""
+  return np.cumsum(sources[:, None] == np.arange(count), axis=0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_source_has_its_share_to_within_one_row_at_every_row(seed):
+  random = np.random.default_rng(seed)
+  count = int(random.integers(1, 12))
+  shares = np.array(shares_of(random, count))
+  order = Interleaving(shares.tolist())
+  counts_NK = counted(order.sources(0, 10_000), count)
+  exact_NK = np.arange(1, 10_001)[:, None] * shares
+  assert np.abs(counts_NK - exact_NK).max() < 1
+  # Tijdeman's bound, of the shares as they are rounded.
+  exact_NK = np.arange(1, 10_001)[:, None] * (np.array(order.quotas) / PERIOD)
+  assert np.abs(counts_NK - exact_NK).max() <= 1 - 1 / max(2, 2 * count - 2) + 1e-9
+  for index in (0, 1, 4095, 4096, 4097, 9999):
+    assert order.counts(index).tolist() == ([0] * count, counts_NK[index - 1].tolist())[index > 0]
+
+
+def test_any_part_of_the_order_is_the_same_however_it_is_reached():
+  shares = [0.5, 0.3, 0.2]
+  straight = Interleaving(shares).sources(0, 20_000)
+  for first, stop in ((19_990, 20_000), (4000, 8200), (0, 1)):
+    assert Interleaving(shares).sources(first, stop).tolist() == straight[first:stop].tolist()
+
+
+def test_two_equal_sources_alternate():
+  sources = Interleaving([0.5, 0.5]).sources(0, 8)
+  assert sorted(sources[:2]) == sorted(sources[2:4]) == [0, 1]
+
+
+def test_the_order_begins_again_after_a_period(monkeypatch):
+  monkeypatch.setattr("input_pipeline.order.PERIOD", 8192)
+  order = Interleaving([0.7, 0.2, 0.1])
+  assert order.counts(8192).tolist() == list(order.quotas)
+  assert (
+    order.counts(3 * 8192 + 5).tolist() == (3 * np.array(order.quotas) + order.counts(5)).tolist()
+  )
+  around = order.sources(8190, 8196)
+  assert around.tolist() == [*order.sources(8190, 8192), *order.sources(0, 4)]
+
+
+def test_a_share_above_0_is_sampled_and_one_of_0_never():
+  assert rounded([1 - 1e-12, 1e-12, 0.0]) == (PERIOD - 1, 1, 0)
+  assert sum(rounded([1 / 3] * 3)) == PERIOD
+  sources = Interleaving([0.999, 0.001, 0.0]).sources(0, 4096)
+  assert set(sources.tolist()) == {0, 1}
+
+
+def test_weights_count_tokens_and_not_rows():
+  parts = [Part("full", 100, 100 * 512), Part("short", 50, 50 * 128)]
+  shares = row_shares(parts, {"full": 1.0, "short": 3.0})
+  tokens = [512 * shares[0], 128 * shares[1]]
+  assert tokens[1] / tokens[0] == pytest.approx(3.0)
+  assert row_shares(parts, {"full": 2.0}) == [1.0, 0.0]
+
+
+def test_stages_change_the_weights_at_a_row_and_no_row_is_skipped_or_repeated():
+  parts = [Part("a", 1000, 1000), Part("b", 1000, 1000), Part("c", 1000, 1000)]
+  stages = [(0, {"a": 1.0}), (100, {"a": 1.0, "b": 3.0}), (500, {"c": 1.0, "b": 1.0})]
+  order = Stages(parts, stages)
+  sources, numbers = order.places(0, 900)
+  assert np.bincount(sources[:100], minlength=3).tolist() == [100, 0, 0]
+  assert np.bincount(sources[100:500], minlength=3).tolist() == [100, 300, 0]
+  assert np.bincount(sources[500:], minlength=3).tolist() == [0, 200, 200]
+  for source in range(3):
+    mine = numbers[sources == source]
+    assert mine.tolist() == list(range(len(mine)))
+  for first, stop in ((0, 1), (99, 101), (450, 620), (899, 900)):
+    again = order.places(first, stop)
+    assert again[0].tolist() == sources[first:stop].tolist()
+    assert again[1].tolist() == numbers[first:stop].tolist()
+  assert order.counts(500).tolist() == [200, 300, 0]
+
+
+# ------------------------------ epochs ------------------------------
 
 PARTS = (Part("web", 30, 30 * 8), Part("code", 12, 12 * 8), Part("books", 7, 7 * 8))
 EVEN = ((0, {"web": 0.5, "code": 0.3, "books": 0.2}),)

@@ -159,9 +159,9 @@ def test_widths_are_in_proportion_and_heads_stay_as_large():
 
 
 def test_the_widths_by_default():
-  assert coordinate_check.widths(finalized()[1], ()) == [32, 64, 128, 256]
+  assert coordinate_check.widths(finalized()[1].model, ()) == [32, 64, 128, 256]
   _, few = finalized(**{"model.heads": 8, "model.kv_heads": 1})
-  assert coordinate_check.widths(few, ()) == [128, 256]
+  assert coordinate_check.widths(few.model, ()) == [128, 256]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_the_widths_by_default():
 )
 def test_widths_that_cannot_be_are_refused(given, said):
   with pytest.raises(ValueError, match="--widths") as error:
-    coordinate_check.widths(finalized()[1], given)
+    coordinate_check.widths(finalized()[1].model, given)
   assert said in str(error.value)
 
 
@@ -267,4 +267,6 @@ def test_widths_of_experts_are_in_proportion_too():
   with pytest.raises(
     ValueError, match=r"not a multiple of 64, .* model.expert_feedforward_size=66"
   ):
-    coordinate_check.widths(finalized(**keys, **{"model.expert_feedforward_size": 66})[1], ["96"])
+    coordinate_check.widths(
+      finalized(**keys, **{"model.expert_feedforward_size": 66})[1].model, ["96"]
+    )

@@ -86,7 +86,7 @@ def test_what_is_compressed_well_is_read(suffix, tmp_path, monkeypatch):
   assert 30 < 500 * 3613 / len(content) < 128
   write(tmp_path / f"a.jsonl{suffix}", content)
   [unit] = documents.units(files.find(str(tmp_path)))
-  assert [item.text for item in documents.read(unit, "text")] == texts
+  assert [item.value for item in documents.read(unit, "text")] == texts
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".txt.gz"])
@@ -120,7 +120,7 @@ def test_lines_around_a_long_one_are_read_once(unit_bytes, tmp_path, monkeypatch
   write(tmp_path / "a.jsonl", b'{"text": "a"}\n' + long + b'{"text": "b"}\n' + long)
   units = documents.units(files.find(str(tmp_path)), unit_bytes)
   found = [item for unit in units for item in documents.read(unit, "text")]
-  assert [item.text for item in found] == [b"a", None, b"b", None]
+  assert [item.value for item in found] == [b"a", None, b"b", None]
   assert [item.where.rpartition(":")[2] for item in found] == ["1", "2", "3", "4"]
 
 
@@ -160,7 +160,7 @@ def test_rows_that_the_metadata_names_and_the_file_lacks_are_bad(tmp_path):
   forged(tmp_path / "a.parquet", 12400)
   [unit] = documents.units(files.find(str(tmp_path)))
   found = list(documents.read(unit, "text"))
-  assert [item.text for item in found if not item.why] == [b"text %d" % n for n in range(12345)]
+  assert [item.value for item in found if not item.why] == [b"text %d" % n for n in range(12345)]
   assert [item.why for item in found[12345:]] == [
     "row group 0 is damaged (it has 12,345 rows, not 12,400)"
   ] * 55

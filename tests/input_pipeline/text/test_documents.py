@@ -27,7 +27,7 @@ def read(folder, feature="", unit_bytes=documents.UNIT_BYTES, choose=True):
 def texts(folder, **options):
   found = read(folder, **options)
   assert not [(item.where, item.why) for item in found if item.why]
-  return [item.text.decode() for item in found]
+  return [item.value.decode() for item in found]
 
 
 # ------------------------------ formats ------------------------------
@@ -89,7 +89,7 @@ def test_files_without_content_are_no_documents(tmp_path):
 
 def test_a_text_file_keeps_its_bytes_but_for_the_byte_order_mark(tmp_path):
   write(tmp_path / "a.txt", b"\xef\xbb\xbfx\r\n\xef\xbb\xbf\n")
-  assert [item.text for item in read(tmp_path)] == [b"x\r\n\xef\xbb\xbf\n"]
+  assert [item.value for item in read(tmp_path)] == [b"x\r\n\xef\xbb\xbf\n"]
 
 
 def test_compressed_parts_that_were_put_together_are_read_to_the_end(tmp_path):
@@ -118,7 +118,7 @@ def test_small_text_files_share_units_and_large_files_are_cut(tmp_path):
   assert [n for start, stop in groups for n in range(start, stop)] == [*range(20)]
   assert abs(sum(unit.size for unit in made) - sum(file.size for file in found)) < 20
   rows = [i for u in made if u.range in groups for i in documents.read(u, "text")]
-  assert [int(item.text[:5]) for item in rows] == [*range(200)]
+  assert [int(item.value[:5]) for item in rows] == [*range(200)]
   assert rows[77].where == f"{tmp_path}/7.parquet, row 77"
 
 
@@ -171,7 +171,7 @@ def test_a_line_that_is_no_document_is_a_bad_record_with_its_place(
   write(tmp_path / "a.jsonl", b"\n".join([good, b"", line, good]))
   for unit_bytes in (10**6, 150, 20, 18):
     found = read(tmp_path, feature="text", unit_bytes=unit_bytes, choose=False)
-    assert [item.text for item in found] == [b"good", None, b"good"]
+    assert [item.value for item in found] == [b"good", None, b"good"]
     assert found[1].where == f"{tmp_path}/a.jsonl:3"
     assert found[1].why.startswith(why)
     assert found[2].where == f"{tmp_path}/a.jsonl:4"
@@ -181,7 +181,7 @@ def test_a_text_file_that_is_not_utf8_is_a_bad_record_with_its_line(tmp_path):
   write(tmp_path / "a.txt", b"one\ntwo \xe9\n")
   write(tmp_path / "b.txt", "x".encode("utf-16"))
   first, second = read(tmp_path)
-  assert (first.where, first.text) == (f"{tmp_path}/a.txt:2", None)
+  assert (first.where, first.value) == (f"{tmp_path}/a.txt:2", None)
   assert first.why == "byte 8 of the file is 0xe9, invalid UTF-8"
   assert second.why.endswith("(it looks like UTF-16: convert it, for example with iconv)")
 
@@ -191,7 +191,7 @@ def test_a_text_file_that_is_too_long_is_a_bad_record(tmp_path, monkeypatch):
   for name, count in (("a", 100), ("b", 101)):
     write(tmp_path / f"{name}.txt", "x" * count)
   first, second = read(tmp_path)
-  assert (len(first.text), second.text) == (100, None)
+  assert (len(first.value), second.value) == (100, None)
   assert second.why.startswith("it has more than 100 bytes, the most of a document; split it into")
 
 
@@ -201,7 +201,7 @@ def test_rows_that_are_no_documents_are_bad_records(tmp_path, monkeypatch):
   column = pyarrow.Array.from_buffers(pyarrow.string(), len(column), column.buffers())  # as it is
   parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
   found = read(tmp_path)
-  assert [item.text for item in found] == [b"a", None, None, None, b"c"]
+  assert [item.value for item in found] == [b"a", None, None, None, b"c"]
   assert [item.where for item in found] == [f"{tmp_path}/a.parquet, row {n}" for n in range(5)]
   whys = ["its 'text' is null, not a string", "byte 0 of the text is 0xff", "it has more than 100"]
   assert all(item.why.startswith(why) for item, why in zip(found[1:4], whys, strict=True))
@@ -213,7 +213,7 @@ def test_a_compressed_file_that_ends_early_loses_its_rest_and_says_so(suffix, tm
   write(tmp_path / f"a.jsonl{suffix}", content[: len(content) * 3 // 4])
   *good, bad = read(tmp_path)
   assert 5000 < len(good) < 30000
-  assert all(item.text for item in good)
+  assert all(item.value for item in good)
   assert bad.where == f"{tmp_path}/a.jsonl{suffix}:{len(good) + 1}"
   assert bad.why.startswith("the rest of the file cannot be read (Truncated compressed stream")
   write(tmp_path / f"a.jsonl{suffix}", b"no compressed file")
@@ -221,7 +221,7 @@ def test_a_compressed_file_that_ends_early_loses_its_rest_and_says_so(suffix, tm
   assert bad.where == f"{tmp_path}/a.jsonl{suffix}:1"
   (tmp_path / f"a.jsonl{suffix}").rename(tmp_path / f"a.txt{suffix}")
   [bad] = read(tmp_path)
-  assert (bad.where, bad.text) == (f"{tmp_path}/a.txt{suffix}", None)
+  assert (bad.where, bad.value) == (f"{tmp_path}/a.txt{suffix}", None)
   assert bad.why.startswith("its compression is damaged")
 
 
@@ -364,7 +364,7 @@ def test_files_that_have_their_texts_in_different_places_are_refused(tmp_path):
 
 def test_bad_first_records_do_not_hide_the_key(tmp_path):
   write(tmp_path / "a.jsonl", b'{\n\xff\n{"text": "a"}\n')
-  assert [item.text for item in read(tmp_path)] == [None, None, b"a"]
+  assert [item.value for item in read(tmp_path)] == [None, None, b"a"]
 
 
 # ------------------------------ records ------------------------------

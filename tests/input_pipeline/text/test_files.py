@@ -193,7 +193,7 @@ def test_documents_of_a_bucket(bucket, folder):
   found = files.find(f"{uri}/*.jsonl*")
   assert documents.choose_feature(found) == "text"
   items = [item for unit in documents.units(found, 333) for item in documents.read(unit, "text")]
-  assert [int(item.text) for item in items] == [*range(100), *range(100)]
+  assert [int(item.value) for item in items] == [*range(100), *range(100)]
   assert items[70].where == f"{uri}/b.jsonl:71"
 
 
