@@ -127,7 +127,7 @@ def test_a_run_resumes_with_its_files_elsewhere_and_not_with_others(main, corpus
     (["--config.data.global_batch_size=100000"], r"text train has \d+ rows, but a batch takes dat"),
     (
       ["--config.data.name=python_source"],
-      r"data.files='.*': data.name='python_source' is not rea",
+      r"data.files='.*' is about data.name=text or .*, and it is 'python_source'; set that",
     ),
     (["--train_tokenizer=100"], r"--train_tokenizer=100: a tokenizer has 257"),
     (
@@ -136,7 +136,7 @@ def test_a_run_resumes_with_its_files_elsewhere_and_not_with_others(main, corpus
     ),
     (
       ["--train_tokenizer=300", "--config.data.name=python_source"],
-      r"data.files='.*': data.name='python_source' is not rea",
+      r"data.files='.*' is about data.name=text or .*, and it is 'python_source'; set that",
     ),
     (["--workdir=x"], r"--workdir belongs to the verbs train, evaluate"),
   ],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models import latent_attention, transformer
+from models import latent_attention, model_spec
 from models.spec import RESIDUAL
 from planning import traced_step
 from planning.step_facts import of_job
@@ -41,5 +41,5 @@ def test_a_step_without_latent_vectors_of_queries_sends_what_its_terms_say(strat
 def test_devices_share_the_flops_of_the_model(strategy):
   job = latent_job(strategy)
   found = sum(work.flops * runs for work, runs, _ in traced_step.operations(of_job(job)))
-  each = transformer.train_flops_per_example(job.config)
+  each = model_spec(job.config).train_flops_per_example()
   assert found == pytest.approx(each * job.config.data.global_batch_size / job.mesh.size, rel=0.01)
