@@ -37,7 +37,7 @@ from runtime import devices
 from tests.docs.pages import write_section
 from training import setup, splits
 from training.optimizers.build import make_optimizer
-from training.optimizers.spec import optimizer_spec
+from training.optimizers.spec import OptimizerSpec, optimizer_spec
 from training.schedules import learning_rate_schedule
 from training.state import State
 from training.step import Program
@@ -214,13 +214,13 @@ def config_of(
 
 def step_at(
   program: Program,
-  config: ConfigDict,
+  spec: OptimizerSpec,
   state: State,
   batch: Mapping[str, jax.Array],
   rate: jax.Array,
 ) -> tuple[State, dict[str, jax.Array]]:
   """Takes a train step at a learning rate that is no constant of the program."""
-  spec = dataclasses.replace(optimizer_spec(config), learning_rate=rate)
+  spec = dataclasses.replace(spec, learning_rate=rate)
   optimizer = make_optimizer(spec, program.split(program.params)[0])
 
   def update(grads, moments, params):
@@ -253,7 +253,7 @@ class Bench:
       config = config_of(self.recipe, name, SETTINGS[name].prior, steps, self.overrides)
       job = setup.prepare(config, self._where)
       rate = jax.ShapeDtypeStruct((), jnp.float32)
-      step = functools.partial(step_at, job.program, job.config)
+      step = functools.partial(step_at, job.program, optimizer_spec(job.config))
       given = job.state, job.batch, rate
       self._compiled[key] = job, job.compile(step, *given, donate_argnums=0).function
       self._initial = self._initial or job.compile_init().function

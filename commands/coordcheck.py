@@ -26,7 +26,8 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   [its_devices] = build.start_devices(config)
   resolved = finalize.finalize(config, its_devices.platform, its_devices.sizes)
   validate.check(resolved, its_devices.sizes)
-  coordinate_check.check(resolved, steps, its_devices.sizes)
+  sections = resolved.model, resolved.lora, resolved.task
+  coordinate_check.check(*sections, steps=steps, sizes=its_devices.sizes)
   at = coordinate_check.widths(resolved.model, flags.WIDTHS.value)
   jobs = [_job(config, resolved, width, its_devices) for width in at]
   batches = splits.training_batches(jobs[0].config, splits.sharing(jobs[0]))

@@ -81,7 +81,7 @@ def _planned(ready: Job, location: str, base: Base | None = None) -> tuple[expor
       f"{config.model.vocabulary_size:,}; give the model's own tokenizer"
     )
   ids = {"end": encoder.end, "start": encoder.start if encoder.has_bos else None}
-  copies = run_tokenizer.contents(config)
+  copies = run_tokenizer.contents(config.data, config.model)
   source = json.loads(copies.pop(hf_folder.CONFIG, b"{}"))
   dtype = _dtype(source.get("dtype") or source.get("torch_dtype"), config.training.parameter_dtype)
   ours, length = mup.plain_keys(config.model), config.data.sequence_length

@@ -33,7 +33,7 @@ def run() -> int:
   say(f"evaluation: {validation.name}, {len(validation):,} rows")
   splits.announce(train, validation, config.training.steps, Ramp.of(config.data))
   if config.data.name == catalog.CONVERSATIONS:
-    _show_conversations(config)
+    _show_conversations(splits.read_as(config.data, config.task))
   if train.tokenizer:
     say(f"tokenizer: {train.tokenizer}, {train.ids:,} tokens")
   return exit_codes.DONE
@@ -60,13 +60,12 @@ def _check(config: ConfigDict) -> None:
   validate.check(config, {axis: abs(size) for axis, size in config.mesh.items()})
 
 
-def _show_conversations(config: ConfigDict) -> None:
+def _show_conversations(data: ConfigDict) -> None:
   """Prints some conversations, with what is trained on highlighted."""
   from input_pipeline import mixture  # imports libraries that others do not need
 
   console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
   colors = console.is_terminal
-  data = splits.read_as(config.data, config.task)
   for example in mixture.example_conversations(data, _EXAMPLES):
     heading = conversation_text.heading(example, colors)
     for text in (heading, conversation_text.text(example.segments, colors)):

@@ -61,7 +61,7 @@ def open_run(
   Raises:
     ValueError: the workdir is of another run, or the config, data or model folder is refused.
   """
-  sinks.require_packages(ready.config)
+  sinks.require_packages(ready.config.metrics)
   data = splits.open_data(ready)
   request.first_words(ready.config)  # after the data's vocabulary, whose refusal says more
   base_parameters.ParameterReader(ready).check_model_folder(workdir)
@@ -179,7 +179,8 @@ def write_files(data: splits.Data, start: restore.Start) -> None:
   files.replace(workdir / workdir_files.CONFIG, text, require=require)
   text = layout_text.job_text(ready) + "\n"
   files.replace(workdir / workdir_files.LAYOUT, text, require=require)
-  run_tokenizer.write(ready.config, workdir, require)
+  copied = run_tokenizer.contents(ready.config.data, ready.config.model)
+  run_tokenizer.write(copied, workdir, require)
   if not ready.config.data.max_bad_records:
     return
   sources = {"train": data.train.source, "held out": data.evaluation.source}

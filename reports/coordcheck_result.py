@@ -33,7 +33,7 @@ def text(jobs: Sequence[Job], found: Sequence[Slope], bound: float = BOUND) -> s
   widths, steps, seeds = width_texts(jobs), len(point.sizes) - 1, point.sizes.shape[2]
   lines = [
     mesh_text(jobs[0].devices.sizes, jobs[0].devices.slices),
-    f"{parametrization(config)}; {steps} steps of {config.optimizer.name} at "
+    f"{parametrization(config.model)}; {steps} steps of {config.optimizer.name} at "
     f"{config.optimizer.learning_rate:g} from {seeds} initializations",
     *(
       f"width {width}: {_sizes(job.config.model)}" for width, job in zip(widths, jobs, strict=True)
@@ -53,9 +53,9 @@ def text(jobs: Sequence[Job], found: Sequence[Slope], bound: float = BOUND) -> s
   return "\n".join([*lines, "", verdict(found, steps, bound)])
 
 
-def parametrization(config: ConfigDict) -> str:
-  """Returns how the model is parametrized."""
-  base = config.model.base_width if "base_width" in config.model else 0
+def parametrization(model: ConfigDict) -> str:
+  """Returns how a model is parametrized."""
+  base = model.base_width if "base_width" in model else 0
   return f"muP, base width {base}" if base else "without muP (model.base_width=0)"
 
 
@@ -128,7 +128,7 @@ def svg(jobs: Sequence[Job], found: Sequence[Slope]) -> str:
   widths, steps = [*map(int, width_texts(jobs))], len(changes[0].point.changes) - 1
   rows = -(-len(changes) // COLUMNS)
   config, file = jobs[0].config, io.StringIO()
-  title = f"{parametrization(config)}: changes of activations over the width"
+  title = f"{parametrization(config.model)}: changes of activations over the width"
   under = (
     f"root mean square after steps 1 (light) to {steps} (dark) of {config.optimizer.name} at "
     f"{config.optimizer.learning_rate:g}"

@@ -138,7 +138,9 @@ def _step(model: ConfigDict) -> int:
   return model.model_size // math.gcd(*(model[key] for key in _widths(model)))
 
 
-def check(config: ConfigDict, steps: int, sizes: Mapping[str, int]) -> None:
+def check(
+  model: ConfigDict, lora: ConfigDict, task: str, *, steps: int, sizes: Mapping[str, int]
+) -> None:
   """Raises ValueError for a finalized config that cannot be checked.
 
   Its width cannot be chosen, there are no steps, or pipeline stages among the sizes of the mesh.
@@ -150,13 +152,13 @@ def check(config: ConfigDict, steps: int, sizes: Mapping[str, int]) -> None:
       f"mesh.stage={stages}: a coordinate check looks at the activations of a whole batch, and a "
       f"stage has those of its layers, of one microbatch after another; set mesh.stage=1"
     )
-  if config.model.get("folder"):
+  if model.get("folder"):
     raise ValueError(
-      f"model.folder={config.model.folder}: a trained model has the width it has; check a recipe "
+      f"model.folder={model.folder}: a trained model has the width it has; check a recipe "
       f"or a preset"
     )
-  if config.lora.rank or config.task == DPO:
-    what = f"lora.rank={config.lora.rank}" if config.lora.rank else f"the task {config.task}"
+  if lora.rank or task == DPO:
+    what = f"lora.rank={lora.rank}" if lora.rank else f"the task {task}"
     raise ValueError(f"{what}: a coordinate check trains a model from the start; check without it")
 
 

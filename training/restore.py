@@ -277,7 +277,7 @@ class RunCheckpoints:
       together=self.reader.consensus,
       owner=owner,
       writes_later=True,
-      tokenizer=run_tokenizer.contents(self.job.config),
+      tokenizer=run_tokenizer.contents(self.job.config.data, self.job.config.model),
     )
     if checkpointer.steps():
       found, state, base = self._restored(checkpointer, newest or checkpointer.verified())

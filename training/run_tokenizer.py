@@ -6,7 +6,7 @@ nothing but the run's own folder.
 
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from etils import epath
 from ml_collections import ConfigDict
@@ -22,21 +22,21 @@ from training.checkpointing.integrity import TOKENIZER
 TEMPLATES = (tokenizer_files.TEMPLATE_FILE, "chat_template.json")
 
 
-def contents(config: ConfigDict) -> dict[str, bytes]:
+def contents(data: ConfigDict, model: ConfigDict) -> dict[str, bytes]:
   """Returns the files of the tokenizer of a finalized config, by name; none where it is bytes.
 
-  The file of data.chat_template is one of them.
+  The file of data.chat_template is one of them, and those of the model's folder, if it has one.
 
   Raises:
     ValueError: a file cannot be read.
   """
-  spec = config.data.get("tokenizer") or tokenizer.BYTES
+  spec = data.get("tokenizer") or tokenizer.BYTES
   found = {name: tokenizer_files.read(path) for name, path in tokenizer.load(spec).files.items()}
-  if given := config.data.get("chat_template"):
+  if given := data.get("chat_template"):
     path = epath.Path(given).expanduser()
     found[TEMPLATES[path.suffix == ".json"]] = tokenizer_files.read(path)
-  if _has_folder(config):
-    folder = hf_folder.local(config.model.folder, "model.folder")
+  if "folder" in model:
+    folder = hf_folder.local(model.folder, "model.folder")
     for name in (hf_folder.CONFIG, hf_folder.GENERATION):
       if name not in found and (folder / name).exists():
         found[name] = tokenizer_files.read(folder / name)
@@ -46,12 +46,12 @@ def contents(config: ConfigDict) -> dict[str, bytes]:
   return found
 
 
-def write(config: ConfigDict, workdir: epath.Path, require: Callable[[], None]) -> None:
-  """Writes a copy of the tokenizer to WORKDIR/tokenizer; raises as `contents`, or OSError."""
-  if found := contents(config):
+def write(found: Mapping[str, bytes], workdir: epath.Path, require: Callable[[], None]) -> None:
+  """Writes `contents` to WORKDIR/tokenizer; raises OSError."""
+  if found:
     (workdir / TOKENIZER).mkdir(parents=True, exist_ok=True)
-    for name, content in found.items():
-      files.replace(workdir / TOKENIZER / name, content, require=require)
+  for name, content in found.items():
+    files.replace(workdir / TOKENIZER / name, content, require=require)
 
 
 def of_checkpoint(location: str) -> epath.Path | None:
@@ -84,12 +84,12 @@ def adopt(config: ConfigDict, location: str) -> None:
   found = of_checkpoint(location)
   if hf_folder.is_adapter(location):
     config.checkpoint.initialize_from = config.checkpoint.initialize_from or location
-  elif hf_folder.is_model(location) and _has_folder(config):
+  elif hf_folder.is_model(location) and "folder" in config.model:
     config.model.folder = config.model.folder or location
   if found is None or "tokenizer" not in config.data:
     return
   _adopt_template(config.data, found)
-  _adopt_model(config, found, location)
+  _adopt_model(config.data, config.model, found, location)
   if not _has_tokenizer(found):
     return
   if given := config.data.tokenizer:
@@ -107,9 +107,10 @@ def adopt(config: ConfigDict, location: str) -> None:
 
 def adopt_missing(config: ConfigDict, workdir: epath.Path) -> None:
   """Lets a run that resumes read its own copy of files that the config names and that are gone."""
-  gone = _has_folder(config) and not os.path.isdir(os.path.expanduser(config.model.folder))
+  model = config.model
+  gone = "folder" in model and not os.path.isdir(os.path.expanduser(model.folder))
   if gone and (found := of_checkpoint(str(workdir))) is not None:
-    _adopt_model(config, found, str(workdir))
+    _adopt_model(config.data, model, found, str(workdir))
   if config.data.get("chat_template") and (found := of_checkpoint(str(workdir))) is not None:
     _adopt_template(config.data, found)
   given = config.data.get("tokenizer")
@@ -119,16 +120,11 @@ def adopt_missing(config: ConfigDict, workdir: epath.Path) -> None:
     config.data.tokenizer = str(found)
 
 
-def _has_folder(config: ConfigDict) -> bool:
-  """Returns whether a config's model is that of a folder."""
-  return "model" in config and "folder" in config.model
-
-
-def _adopt_model(config: ConfigDict, folder: epath.Path, location: str) -> None:
+def _adopt_model(data: ConfigDict, model: ConfigDict, folder: epath.Path, location: str) -> None:
   """Lets a config read the copied config.json; raises ValueError where it names another model."""
-  if not _has_folder(config) or not (folder / hf_folder.CONFIG).exists():
+  if "folder" not in model or not (folder / hf_folder.CONFIG).exists():
     return
-  copy, given = folder / hf_folder.CONFIG, config.model.folder
+  copy, given = folder / hf_folder.CONFIG, model.folder
   there = epath.Path(given).expanduser() / hf_folder.CONFIG
   if given and hf_folder.is_model(given) and there.exists():
     said = [
@@ -139,9 +135,9 @@ def _adopt_model(config: ConfigDict, folder: epath.Path, location: str) -> None:
         f"model.folder={given} is another model than the one of {location}, whose config.json is "
         f"in {folder}; leave model.folder unset"
       )
-  config.model.folder = str(folder)
+  model.folder = str(folder)
   if not _has_tokenizer(folder):
-    config.data.tokenizer = config.data.tokenizer or tokenizer.BYTES
+    data.tokenizer = data.tokenizer or tokenizer.BYTES
 
 
 def _has_tokenizer(folder: epath.Path) -> bool:

@@ -333,14 +333,14 @@ def load(spec: str, encoder: tokenizer.Tokenizer) -> ChatTemplate:
     path = epath.Path(spec).expanduser()
     name = f"data.chat_template={spec}"
     if path.suffix == ".json":
-      return ChatTemplate(name, _of_config(tokenizer_files.read_object(path), path), special)
+      return ChatTemplate(name, _named_templates(tokenizer_files.read_object(path), path), special)
     return ChatTemplate(name, {_DEFAULT: _read(path, name)}, special)
   if path := encoder.files.get(tokenizer_files.TEMPLATE_FILE):
     return ChatTemplate(str(path), {_DEFAULT: _read(path, "data.tokenizer")}, special)
   if path := encoder.files.get(tokenizer_files.CONFIG_FILE):
     config = tokenizer_files.read_object(path)
     if config.get(KEY) is not None:
-      return ChatTemplate(f"{KEY} of {path}", _of_config(config, path), special)
+      return ChatTemplate(f"{KEY} of {path}", _named_templates(config, path), special)
   raise ValueError(
     f"data.tokenizer={encoder.name} has no chat template, neither in a "
     f"{tokenizer_files.TEMPLATE_FILE} nor under {KEY} of a {tokenizer_files.CONFIG_FILE} beside it"
@@ -355,9 +355,9 @@ def _read(path: epath.Path, name: str) -> str:
     raise ValueError(f"{name}: {path} cannot be read as a chat template ({error})") from error
 
 
-def _of_config(config: Mapping[str, Any], path: epath.Path) -> dict[str, str]:
+def _named_templates(keys: Mapping[str, Any], path: epath.Path) -> dict[str, str]:
   """Returns name -> text of the templates in a tokenizer_config.json."""
-  found = config.get(KEY)
+  found = keys.get(KEY)
   if isinstance(found, str):
     return {_DEFAULT: found}
   try:

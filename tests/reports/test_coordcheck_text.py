@@ -64,4 +64,5 @@ def test_what_is_not_flat_is_marked_and_named(jobs):
 def test_without_mup(jobs):
   with jobs[0].config.unlocked():
     jobs[0].config.model.base_width = 0
-  assert coordcheck_result.parametrization(jobs[0].config) == "without muP (model.base_width=0)"
+  found = coordcheck_result.parametrization(jobs[0].config.model)
+  assert found == "without muP (model.base_width=0)"

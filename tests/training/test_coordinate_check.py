@@ -185,23 +185,28 @@ def test_widths_that_cannot_be_are_refused(given, said):
   assert said in str(error.value)
 
 
+def checked(config, steps, sizes):
+  sections = config.model, config.lora, config.task
+  coordinate_check.check(*sections, steps=steps, sizes=sizes)
+
+
 def test_what_has_no_width_of_its_choice_is_refused():
   _, config = finalized()
-  coordinate_check.check(config, 1, {})
+  checked(config, 1, {})
   with pytest.raises(ValueError, match="--steps=0: at least 1"):
-    coordinate_check.check(config, 0, {})
+    checked(config, 0, {})
   with pytest.raises(ValueError, match=r"^mesh\.stage=2: .*; set mesh\.stage=1$"):
-    coordinate_check.check(config, 1, {"data": 4, "stage": 2})
+    checked(config, 1, {"data": 4, "stage": 2})
   _, adapted = finalized(**{"lora.rank": 2})
   with pytest.raises(ValueError, match=r"lora\.rank=2: a coordinate check trains a model from"):
-    coordinate_check.check(adapted, 5, {})
+    checked(adapted, 5, {})
   _, pairs = finalized("model=lm,data=preferences", **{"data.files": "x.jsonl"})
   with pytest.raises(ValueError, match="the task dpo: a coordinate check trains"):
-    coordinate_check.check(pairs, 5, {})
+    checked(pairs, 5, {})
   with config.unlocked():
     config.model.folder = "Qwen3-0.6B"
   with pytest.raises(ValueError, match=r"model\.folder=Qwen3-0\.6B: a trained model has the width"):
-    coordinate_check.check(config, 5, {})
+    checked(config, 5, {})
 
 
 def test_a_model_that_records_nothing_is_refused(monkeypatch):

@@ -26,21 +26,25 @@ def trained(tmp_path_factory):
   return folder
 
 
+def contents(config):
+  return run_tokenizer.contents(config.data, config.model)
+
+
 def config_of(spec):
-  return ConfigDict({"data": {"tokenizer": str(spec)}})
+  return ConfigDict({"data": {"tokenizer": str(spec)}, "model": {}})
 
 
 @pytest.fixture
 def run(trained, tmp_path):
   """Returns the workdir of a run with two checkpoints."""
-  files = run_tokenizer.contents(config_of(trained))
+  files = contents(config_of(trained))
   with Checkpointer(tmp_path / "run" / "checkpoints", keep=2, tokenizer=files) as checkpointer:
     save_counting(checkpointer, 1, 2)
   return tmp_path / "run"
 
 
 def test_the_workdir_has_a_copy_that_encodes_alike(trained, tmp_path):
-  run_tokenizer.write(config_of(trained), epath.Path(tmp_path / "run"), lambda: None)
+  run_tokenizer.write(contents(config_of(trained)), epath.Path(tmp_path / "run"), lambda: None)
   copy = tokenizer.load(tmp_path / "run" / "tokenizer")
   original = tokenizer.load(trained)
   assert (copy.digest, copy.end) == (original.digest, original.end)
@@ -48,9 +52,9 @@ def test_the_workdir_has_a_copy_that_encodes_alike(trained, tmp_path):
 
 
 def test_bytes_need_no_copy(tmp_path):
-  run_tokenizer.write(config_of("bytes"), epath.Path(tmp_path), lambda: None)
+  run_tokenizer.write(contents(config_of("bytes")), epath.Path(tmp_path), lambda: None)
   assert list(tmp_path.iterdir()) == []
-  assert run_tokenizer.contents(ConfigDict({"data": {}})) == {}
+  assert contents(ConfigDict({"data": {}, "model": {}})) == {}
 
 
 @pytest.mark.parametrize("given", ["", "as trained", "gone"])
@@ -97,9 +101,9 @@ def test_the_chat_template_of_a_file_is_copied_too(trained, tmp_path, spec, suff
 
   def config():
     keys = {"tokenizer": spec, "chat_template": str(file), "name": "conversations"}
-    return ConfigDict({"data": keys})
+    return ConfigDict({"data": keys, "model": {}})
 
-  copies = run_tokenizer.contents(config())
+  copies = contents(config())
   with Checkpointer(tmp_path / "run" / "checkpoints", tokenizer=copies) as checkpointer:
     save_counting(checkpointer, 1)
   here = config()

@@ -53,10 +53,10 @@ SINKS: Table = Table(
 )
 
 
-def require_packages(config: Any) -> None:
+def require_packages(metrics: Any) -> None:
   """Raises ValueError if a tracker's package is not installed; does nothing but on process 0."""
-  python = config.metrics.sinks_python
-  wanted = [name for name in config.metrics.sinks if name in TRACKERS]
+  python = metrics.sinks_python
+  wanted = [name for name in metrics.sinks if name in TRACKERS]
   if not current().first or not wanted:
     return
   if python:  # what is missing there is reported by the sink

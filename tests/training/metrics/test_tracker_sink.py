@@ -241,12 +241,12 @@ def test_a_package_that_is_missing_is_refused_before_the_run(monkeypatch):
   config = config_of()
   monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
   with pytest.raises(ValueError, match=r"not installed: trackio; run `make sinks`, and add --conf"):
-    sinks.require_packages(config)
+    sinks.require_packages(config.metrics)
   config.metrics.sinks_python = "/nowhere/python"
   with pytest.raises(ValueError, match="there is no such program"):
-    sinks.require_packages(config)
+    sinks.require_packages(config.metrics)
   config.metrics.sinks = ("csv",)
-  sinks.require_packages(config)
+  sinks.require_packages(config.metrics)
 
 
 def test_a_python_without_the_package_is_reported(tmp_path, monkeypatch):
