@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.long
 
 ROOT = pathlib.Path(__file__).parents[2]
-ATTENTION = "models/grouped_query_attention.py"
+ATTENTION = "models/attention.py"
 # file -> (line, the line and what is added before or after it)
 AXIS = [
   ("partitioning/mesh_sizes.py", '\nAXES = ("data"', '\nAXES = ("replica", "data"'),
@@ -39,9 +39,10 @@ GATE = [
   ),
   (
     ATTENTION,
-    '    self.value = linear(f"{name}/value")\n',
+    '    self.value = linear(f"{name}/value")\n    if spec.query_key_norm:\n',
     '    self.value = linear(f"{name}/value")\n'
-    '    if spec.head_gate:\n      self.gate = linear(f"{name}/gate")\n',
+    '    if spec.head_gate:\n      self.gate = linear(f"{name}/gate")\n'
+    "    if spec.query_key_norm:\n",
   ),
   (
     ATTENTION,
