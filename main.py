@@ -17,10 +17,13 @@ bad number or another loss, plan, search: nothing fits, doctor: something is wro
 SIGTERM or Ctrl-C after saving; 130 by a second Ctrl-C, without saving.
 """
 
+import gc
+
 from processes import preemption
 
 if __name__ == "__main__":  # the imports below take seconds, in which Ctrl-C must work, too
   preemption.begin()
+  gc.set_threshold(100_000)  # what imports and traces make is kept: looking for garbage took 0.4 s
 
 from absl import app
 

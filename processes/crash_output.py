@@ -6,6 +6,7 @@ process, this file, which passes lines on. What begins like a crash it holds bac
 died, the rest goes to a file, else all is printed. Python's sys.stderr keeps the terminal.
 """
 
+import faulthandler
 import os
 import re
 import select
@@ -60,6 +61,9 @@ def divert(folder: str, index: int, who: str) -> None:
   os.dup2(write, 2)
   for descriptor in (read, write):
     os.close(descriptor)
+  if faulthandler.is_enabled():
+    # The stacks of threads that still run may end this process by SIGSEGV in place of SIGABRT.
+    faulthandler.enable(2, all_threads=False)
 
 
 def is_of_a_peer(error: BaseException) -> bool:

@@ -21,6 +21,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 OUTSIDE = pathlib.Path(__file__).parent / "outside"
 STEPS, EVALUATE_EVERY, SAVE_EVERY = 40, 15, 10
 HEARTBEAT_SECONDS = 10
+LEAVING_SECONDS = 3.0  # for helpers to end after their process, on a machine that is busy
 FAMILY_SECONDS = 0.5  # between two looks at who is there
 PATIENCE_SECONDS = 240  # for what takes seconds, on a machine that is busy
 # processes -> sizes of data and tensor; a device each, two where there is one process
@@ -160,7 +161,7 @@ class Run:
   def __exit__(self, *exception) -> None:
     """Kills what is left."""
     self.stalled.unlink(missing_ok=True)
-    for process in [*self.left_behind(), *self.popens]:
+    for process in [*self._left(), *self.popens]:
       with contextlib.suppress(psutil.Error, OSError):
         process.kill()
     for popen in self.popens:
@@ -252,7 +253,16 @@ class Run:
         self._family.update(dict.fromkeys([process, *process.children(recursive=True)]))
 
   def left_behind(self) -> list[psutil.Process]:
-    """Returns the processes that run with this workdir, or were started by one that did."""
+    """Returns the processes that stay, and run with this workdir or were started by one that did.
+
+    What ends within LEAVING_SECONDS is none of them: the reader of stderr outlives its process.
+    """
+    until = time.monotonic() + LEAVING_SECONDS
+    while (left := self._left()) and time.monotonic() < until:
+      time.sleep(0.05)
+    return left
+
+  def _left(self) -> list[psutil.Process]:
     found = [process for process in self._family if _runs(process)]
     for process in psutil.process_iter(["cmdline", "status"]):
       words = process.info["cmdline"] or []

@@ -80,7 +80,7 @@ KINDS = {
     {"config.data.global_batch_size": ("12", "24")}, ("--config.data.global_batch_size=24",)
   ),
   "config key": Kind(
-    {"config.optimizer.learning_rate": ("0.002", "0.5")}, ("--config.optimizer.learning_rate=0.5",)
+    {"config.optimizer.learning_rate": ("null", "0.5")}, ("--config.optimizer.learning_rate=0.5",)
   ),
   "dtype": Kind(
     {"config.training.compute_dtype": ("null", '"bfloat16"')},

@@ -139,6 +139,38 @@ def test_the_digest_of_a_program_is_the_same_under_every_version_of_python():
   assert provenance.program(b"def f(:\n") == b"def f(:\n"
 
 
+def test_digests_of_programs_are_kept_and_a_damaged_file_of_them_is_replaced(monkeypatch, tmp_path):
+  parsed = []
+  real = provenance.program
+  monkeypatch.setattr(provenance, "program", lambda source: parsed.append(source) or real(source))
+  monkeypatch.setattr(sys, "dont_write_bytecode", False)
+  path, source = tmp_path / "cache" / "programs.json", SOURCE.encode()
+
+  def fresh():
+    programs = provenance._Programs()
+    programs._path = path
+    digest = programs.digest(source)
+    programs.save()
+    return digest
+
+  assert fresh() == fresh() == real(source)
+  assert len(parsed) == 1
+  for damaged in ("", "[1]", '{"torn": '):
+    path.write_text(damaged)
+    assert fresh() == fresh() == real(source)
+  assert len(parsed) == 4
+  assert [*path.parent.iterdir()] == [path]
+
+
+def test_nothing_is_kept_where_python_writes_no_bytecode(monkeypatch, tmp_path):
+  monkeypatch.setattr(sys, "dont_write_bytecode", True)
+  programs = provenance._Programs()
+  programs._path = tmp_path / "cache" / "programs.json"
+  assert programs.digest(SOURCE.encode()) == provenance.program(SOURCE.encode())
+  programs.save()
+  assert not programs._path.parent.exists()
+
+
 def project_files(text):
   """Returns the project's files among the paths of a text."""
   paths = map(pathlib.Path, re.findall(r'"([^"]+\.py)"', text))
