@@ -63,12 +63,8 @@ DTYPE = _of(
 )
 HTML = _of("layout report", _text("html", None, "The file for the page."))
 AGAINST = _of(
-  "layout compare report",
-  _config("against", None, "The other config; of report another run's workdir, repeatable."),
-)
-AGAINST_RUN = _of(
-  "report",
-  _texts("against_run", [], "What --against becomes: it names no config there."),
+  "layout compare",
+  _config("against", None, "The other config."),
 )
 SET = _of("compare", _texts("set", [], "key=value for both configs; repeatable."))
 WIDTHS = _of(
@@ -112,15 +108,18 @@ SYSTEM = _of("sample", _text("system", None, "With --chat: the system message.")
 SYSTEM_FILE = _of("sample", _text("system_file", None, "With --chat: the file of that message."))
 
 PATHS = (WORKDIR, CHECKPOINT, TASKS, TO, HTML, SVG, PROMPT_FILE, SYSTEM_FILE)
+_AGAINST = ("--against", "-against")
 # Which are the same on every process.
 _COMPARED = (CHECKPOINT, TASKS, ACCEPT, SIMULATE, TO, MERGE, DTYPE, WIDTHS, STEPS, STEP)
 _COMPARED += tuple(flag for flag, owners in OWNERS if owners == ("sample",))
 
 
+_typed: list[str] = []  # the words of this process' command, as given
+
+
 def command_line() -> str:
   """Returns the command of this process, for a page that says how it was made."""
-  words = [re.sub(r"^--against_run(?==|$)", "--against", word) for word in sys.argv[1:]]
-  return printable(shlex.join(["python", pathlib.Path(sys.argv[0]).name, *words]))
+  return printable(shlex.join(["python", pathlib.Path(sys.argv[0]).name, *_typed]))
 
 
 def command_to_train() -> str:
@@ -193,6 +192,7 @@ def parse_flags(argv: list[str]) -> list[str]:
     if help.asked(argv):
       help.show(help.text(argv, {flag.name: owners for flag, owners in OWNERS}))
       sys.exit(exit_codes.DONE)
+    _typed[:] = argv[1:]
     sys.argv = rewritten(argv)  # ml_collections reads it
     return config_flag.parse(sys.argv, ("config", "against"))
   except ValueError as error:
@@ -202,8 +202,8 @@ def parse_flags(argv: list[str]) -> list[str]:
 def rewritten(argv: list[str]) -> list[str]:
   """Returns a command line as it is parsed.
 
-  `--set` becomes overrides, and `--against` of `report`, which names no config, `--against_run`.
+  `--set` becomes overrides. `--against` of `report` names no config: its value becomes a word.
   """
   if argv[1:2] == ["report"]:
-    argv = [re.sub(r"^--?against(?==|$)", "--against_run", word) for word in argv]
+    argv = [re.sub(r"^--?against=", "", word) for word in argv if word not in _AGAINST]
   return config_flag.with_settings(argv, ("config", "against"))

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
       importlib.import_module("jax")  # which raises over wrong values of its variables
     devices.check_xla_flags()
     if verb != "doctor":  # which says what else is wrong
-      for location in (flags.WORKDIR.value, flags.CHECKPOINT.value, *flags.AGAINST_RUN.value):
+      for location in (flags.WORKDIR.value, flags.CHECKPOINT.value, *argv[2:]):
         files.require_library(location or "")
   except (ValueError, OSError) as error:
     return refuse(error)

@@ -138,13 +138,12 @@ VERBS = {
   ),
   "report": Verb(
     "write the page of a run, or overlay several",
-    "Writes WORKDIR/run.html, as training does. --against=WORKDIR (repeatable) overlays other runs "
-    "and lists the config keys that differ. --html=FILE names the file.",
-    (
-      "report --workdir=runs/dp4_tp2_lm",
-      "report --workdir=runs/one --against=runs/two --html=runs.html",
-    ),
+    "Writes RUN/run.html, as training does; RUN is a workdir. Several, or a pattern, are overlaid, "
+    "with the config keys that differ. --html=FILE names the file. --workdir=RUN --against=RUN "
+    "names them, too.",
+    ("report runs/dp4_tp2_lm", "report runs/one runs/two --html=runs.html", "report 'runs/lr*'"),
     config="none",
+    words="RUN ...",
     alone=True,
     jax=False,
   ),

@@ -151,6 +151,11 @@ def number(value: Any) -> float | None:
   return float(value) if is_number(value) else None
 
 
+def is_run(workdir: epath.Path) -> bool:
+  """Returns whether a folder is the workdir of a run."""
+  return any((workdir / name).exists() for name in (METRICS, CONFIG))
+
+
 def read(workdir: epath.PathLike) -> Run:
   """Returns the run of a workdir; files that are missing or unreadable count as empty.
 

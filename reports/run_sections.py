@@ -313,8 +313,8 @@ def commands_of_run(run: Run) -> list[tuple[str, str]]:
       if run.unit == "tokens":
         prompt = "--prompt=" + (_prompt(run) or "The ")
         found.append(("sample", shlex.join([*_with_verb(words, "sample"), prompt])))
-  found.append(("this page", f"python main.py report --workdir={folder}"))
-  found.append(("compare", f"python main.py report --workdir={folder} --against=OTHER_WORKDIR"))
+  found.append(("this page", f"python main.py report {folder}"))
+  found.append(("compare", f"python main.py report {folder} OTHER_RUN"))
   return found
 
 

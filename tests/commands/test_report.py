@@ -1,5 +1,7 @@
 """The verb `report`: pages from workdirs alone, and what it refuses."""
 
+import shlex
+
 import pytest
 
 from tests.reports import runs
@@ -15,40 +17,50 @@ def two(tmp_path_factory):
 
 def test_the_page_of_a_run_and_of_several(main, two):
   one, other = two
-  code, out, err = main("report", f"--workdir={one}")
+  code, out, err = main("report", str(one))
   assert (code, err) == (0, "")
   assert out.startswith(f"wrote {one}/run.html, ")
   said = "".join(Reader((one / "run.html").read_text()).said)
   assert "Step 40 of 60" in said
-  assert f"python main.py report --workdir={one}" in said
+  assert f"python main.py report {one}" in said
   file = one.parent / "both.html"
-  code, out, err = main("report", f"--workdir={one}", "--against", str(other), f"--html={file}")
-  assert (code, err) == (0, "")
-  read = Reader(file.read_text())
-  assert ["seed", "3", "4"] in read.rows
-  assert f"report --workdir={one} --against {other} --html" in "".join(read.said)
-  code, out, _ = main("report", f"--workdir={one}", f"--against={other}")
+  # The other folders that match are no runs'.
+  pages = {}
+  for words in (
+    (f"--workdir={one}", "--against", str(other), f"--html={file}"),
+    (str(one), str(other), f"--html={file}"),
+    (f"{one.parent}/*", f"--html={file}"),
+  ):
+    code, out, err = main("report", *words)
+    assert (code, err, out.split(",")[0]) == (0, "", f"wrote {file}")
+    pages[words] = read = Reader(file.read_text())
+    assert ["seed", "3", "4"] in read.rows
+    assert shlex.join(["python", "main.py", "report", *words]) in "".join(read.said)
+  first, *rest = (read.rows for read in pages.values())
+  assert all(rows == first for rows in rest)
+  code, out, _ = main("report", str(one), f"--against={other}")
   assert (code, out.split(",")[0]) == (0, f"wrote {one}/against.html")
 
 
 @pytest.mark.parametrize(
   ("words", "expected"),
   [
-    ((), "give the run's --workdir"),
+    ((), "name a run, such as runs/dp4_tp2_lm, or several"),
     (("--workdir=",), "--workdir= is empty"),
-    (("--workdir={one}", "--against="), "--against= is empty"),
-    (("--workdir={one}", "--against={one}/"), "/one is given twice"),
+    (("{one}", "--against="), "a run's name is empty"),
+    (("--workdir={one}", "{one}/"), "/one is given twice"),
+    (("{one}", "{runs}/on?"), "/one is given twice"),
     (("--workdir={one}", *(f"--against={n}" for n in range(8))), "9 runs, and there are colors"),
-    (("--workdir={one}/none",), "/one/none does not exist"),
-    (("--workdir={one}/..",), "is not a run's folder"),
-    (("--workdir={one}", "--html={one}/none/x.html"), "give a file in a folder that exists"),
-    (("--workdir={one}", "--html={one}"), "give a file in a folder that exists"),
+    (("{one}/none",), "/one/none does not exist"),
+    (("{one}/..",), "is not a run's folder"),
+    (("{runs}/lr*",), "no run's workdir matches '"),
+    (("{one}", "--html={one}/none/x.html"), "give a file in a folder that exists"),
+    (("{one}", "--html={one}"), "give a file in a folder that exists"),
     (("--config=configs/dp8.py",), "--config belongs to the verbs"),
-    (("more",), "unexpected 'more' after the verb"),
   ],
 )
 def test_what_is_refused_has_exit_code_two(main, two, words, expected):
-  code, out, err = main("report", *(word.format(one=two[0]) for word in words))
+  code, out, err = main("report", *(word.format(one=two[0], runs=two[0].parent) for word in words))
   assert (code, out) == (2, "")
   assert expected in err
   assert len(err.splitlines()) == 1

@@ -241,7 +241,7 @@ def test_commands_are_those_of_the_newest_start(folder):
   assert commands["resume"] == f"{head} {rest} --accept_changes=versions.code"
   assert commands["evaluate"] == f"{head} evaluate {rest}"
   assert commands["sample"] == f"{head} sample {rest} '--prompt=def '"
-  assert commands["this page"] == f"{head} report --workdir='{folder}'"
+  assert commands["this page"] == f"{head} report '{folder}'"
 
 
 def test_the_config_is_listed(text):
