@@ -16,7 +16,7 @@ import jax
 from absl import app, flags
 
 from benchmarks.timing import in_turns, job_of
-from partitioning.shardings import size_text
+from partitioning.rules import size_text
 from runtime import devices
 from runtime.collectives import collectives as collectives_of
 from training.state import State

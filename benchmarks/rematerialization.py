@@ -12,7 +12,7 @@ import jax
 from absl import app
 
 from benchmarks.timing import job_of
-from partitioning.shardings import size_text
+from partitioning.rules import size_text
 from planning import step_time, traced_step
 from planning.interconnect import in_order
 from planning.step_facts import of_job

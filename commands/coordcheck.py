@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from commands import build, flags, preflight_facts
 from configs.schema import finalize, validate
-from partitioning import shardings
+from partitioning import rules
 from processes import coordination as groups
 from processes.watchdog import STARTING, Watchdog
 from reports import coordcheck_result
@@ -74,5 +74,5 @@ def _written(file: epath.Path, picture: str) -> bool:
   except OSError as error:
     print(printable(f"error: --svg={file}: {error}"), file=sys.stderr, flush=True)
     return False
-  say(f"wrote {file}, {shardings.size_text(len(picture.encode()))}")
+  say(f"wrote {file}, {rules.size_text(len(picture.encode()))}")
   return True

@@ -11,7 +11,7 @@ from interop import export, hf_folder, peft_adapter
 from interop.export import tokenizer_files
 from interop.safetensors_file import NAMES
 from models import model_spec, mup
-from partitioning.shardings import size_text
+from partitioning.rules import size_text
 from processes import preemption, preflight
 from processes.watchdog import STARTING, Watchdog
 from runtime import exit_codes, files

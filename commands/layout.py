@@ -6,7 +6,7 @@ from collections.abc import Callable
 from etils import epath
 
 from commands import build, config_flag, flags
-from partitioning import shardings
+from partitioning import rules
 from processes import coordination as groups
 from processes.watchdog import Watchdog
 from reports import layout_page, layout_text
@@ -44,7 +44,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     except OSError as error:
       print(printable(f"error: --html={file}: {error}"), file=sys.stderr, flush=True)
       return exit_codes.FAILED
-    say(f"wrote {file}, {shardings.size_text(len(written.encode()))}")
+    say(f"wrote {file}, {rules.size_text(len(written.encode()))}")
     return exit_codes.DONE
 
   return run

@@ -29,9 +29,8 @@ from jaxtyping import Array, Float, Int
 from inference.request import Prompt, Request, TextSpec, as_bytes, check, text_spec
 from input_pipeline.text.tokenizer import ByteTokenizer, Tokenizer
 from models import MODELS, model_spec
-from partitioning import shardings
-from partitioning.dims import axes_size, resolve
-from partitioning.rules import Placement
+from partitioning import rules
+from partitioning.rules import Placement, axes_size, resolve
 from processes.coordination import current
 from training.setup import Job
 
@@ -263,7 +262,7 @@ class Sampler:
     rows: B, the prompts and as many dummy rows as the batch axes need.
     prompt_tokens: T of the prefill, the longest prompt.
     max_new_tokens: the most tokens drawn per row.
-    placements: `cache/keys`, ...: of the cache, for `partitioning.shardings`.
+    placements: `cache/keys`, ...: of the cache, for `partitioning.rules`.
     pace: of the last call, over all prompts.
   """
 
@@ -366,7 +365,7 @@ class Sampler:
     tokens_BT, counts_B, settings = self._put((tokens_BT, counts_B, self._settings(request)))
     more = [variables] if variables else []
     tokens_B, cache = self.prefill(params, tokens_BT, counts_B, settings, *more)
-    shardings.check_placed(cache, self.placements, self.job.mesh, "cache/")
+    rules.check_placed(cache, self.placements, self.job.mesh, "cache/")
     for _ in range(self.max_new_tokens - 1):
       if self.job.devices.simulated:
         yield np.asarray(tokens_B)
@@ -392,7 +391,7 @@ class Sampler:
     return NamedSharding(self.job.mesh, PartitionSpec())
 
   def _cache_shardings(self, cache: Any) -> Any:
-    return shardings.shardings(cache, self.placements, self.job.mesh, "cache/")
+    return rules.shardings(cache, self.placements, self.job.mesh, "cache/")
 
   def _empty_cache(self) -> Any:
     slots = self.prompt_tokens + self.max_new_tokens

@@ -18,7 +18,7 @@ from inference.sampler import TrainedModel, doubled
 from input_pipeline.text.tokenizer import Tokenizer
 from models import MODELS, Scoring
 from models.losses import Batch
-from partitioning.dims import axes_size, resolve
+from partitioning.rules import axes_size, resolve
 
 _DTYPES = {"tokens": "int32", "targets": "int32", "weights": "float32", "segments": "int32"}
 

@@ -20,7 +20,6 @@ from models.load_balance import BALANCE, COUNTS, Z_LOSS, chosen
 from models.positions import Rows
 from models.spec import EXPERTS, RESIDUAL, DecoderSpec, under
 from partitioning.constraints import constrain
-from partitioning.dims import Axes
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import collectives
 from partitioning.parallel.expert_exchange import Exchange, Groups, Way, exchanged, grouped_matmul
@@ -32,6 +31,7 @@ from partitioning.parallel.sharded_function import (
   split_over,
   summed_last,
 )
+from partitioning.rules import Axes
 
 # ------------------------------ the choice of experts ------------------------------
 # From the logits of a linear layer: scores; of those, the top k, maybe within the best groups of

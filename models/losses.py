@@ -14,9 +14,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from models.spec import LORA_B
-from partitioning.dims import Axes
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import collectives
+from partitioning.rules import Axes
 
 Batch = Mapping[str, jax.Array]
 Sums = dict[str, jax.Array]  # each a scalar, float32 or wider

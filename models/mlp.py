@@ -18,8 +18,8 @@ from models import activations, losses, mup
 from models.losses import Batch, Sums
 from models.spec import ModelSpec
 from partitioning.constraints import constrain
-from partitioning.dims import Dim
 from partitioning.dtypes import wide_dtype
+from partitioning.rules import Dim
 
 PARAMETERS = {
   "layer_1/kernel": "ID",

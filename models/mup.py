@@ -16,7 +16,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from partitioning.dims import Dim, Legend
+from partitioning.rules import Dim, Legend
 
 # Parameters that are no matrices, by the last part of their name; they have no weight decay either.
 VECTORS = ("scale", "bias", "sinks")

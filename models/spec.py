@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from models import mup
-from partitioning.dims import Dim
 from partitioning.parallel.sharded_function import Residual
+from partitioning.rules import Dim
 from runtime.layer_kinds import beside_sparse, is_sparse
 
 # The residual stream of layers, between blocks and inside.

@@ -23,8 +23,8 @@ from models.losses import Batch, Sums
 from models.positions import Layer, Rows
 from models.spec import LAYERS, LayersSpec, under
 from partitioning.constraints import constrain
-from partitioning.dims import Dim
 from partitioning.dtypes import wide_dtype
+from partitioning.rules import Dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from partitioning.dims import (
+from partitioning.rules import (
   Axes,
   Failure,
   Legend,

@@ -14,17 +14,24 @@ from jax.sharding import PartitionSpec
 
 from partitioning import optimizer_state, rules
 from partitioning.constraints import ActivationLayout, activation_layout
-from partitioning.dims import (
+from partitioning.rules import (
   Failure,
+  LayoutError,
   Legend,
+  Overrides,
+  Placement,
   Table,
   axes_size,
+  bytes_per_device,
+  copies,
+  overridden,
   partition_spec,
+  replicated_bytes,
   resolve,
+  shape_text,
+  size_text,
   spec_entries,
 )
-from partitioning.rules import LayoutError, Overrides, Placement, overridden
-from partitioning.shardings import bytes_per_device, copies, replicated_bytes, shape_text, size_text
 
 # ------------------------------ the optimizer's state ------------------------------
 

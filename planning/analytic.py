@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from partitioning.shardings import bytes_per_device
+from partitioning.rules import bytes_per_device
 from planning import interconnect, terms, traced_step
 from planning.interconnect import Places, Wire
 from planning.roofline import Work, matmul_seconds

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from configs.schema import finalize, model_checks, validate
-from partitioning import shardings
+from partitioning import rules
 from partitioning.mesh_sizes import resolve_sizes
 from partitioning.rules import HOST
 from planning.interconnect import Places, in_order
@@ -274,7 +274,7 @@ def memory_of(compiled: Any, platform: str) -> tuple[int, int]:
 
 def _held(ready: setup.Job) -> int:
   placed = [p for rows in ready.placements.values() for p in rows.values() if p.memory != HOST]
-  return sum(shardings.bytes_per_device(p, ready.devices.sizes) for p in placed)
+  return sum(rules.bytes_per_device(p, ready.devices.sizes) for p in placed)
 
 
 def needed(error: str, arguments: int) -> int | None:

@@ -12,10 +12,8 @@ import numpy as np
 
 from models.layer_stack import STACKS
 from models.spec import in_8_bits
-from partitioning.dims import axes_size, spec_axes
 from partitioning.dtypes import wide_dtype
-from partitioning.rules import HOST
-from partitioning.shardings import bytes_per_device, shard_shape
+from partitioning.rules import HOST, axes_size, bytes_per_device, shard_shape, spec_axes
 from planning import traced_step
 from planning.step_facts import StepFacts
 from planning.traced_step import OfTheLayers

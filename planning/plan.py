@@ -8,7 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from models import model_spec
-from partitioning import shardings
+from partitioning import rules
 from partitioning.parallel.pipeline_schedule import Schedule
 from planning import analytic, aot, memory, prediction, step_time, suggestions, traced_step
 from planning import timeline as timelines
@@ -289,9 +289,9 @@ def _warnings(ready: Job, topology: Topology, compiled: hlo.Program | None) -> I
   for placement in ready.placements["parameters"].values():
     if "r" in placement.letters:  # the half of an adapter without the model's width
       continue
-    there = shardings.bytes_per_device(placement, sizes)
-    if shardings.copies(placement, sizes) == math.prod(sizes.values()) > 1 and there >= LARGE_BYTES:
-      yield f"{placement.name} is replicated on every device: {shardings.size_text(there)}"
+    there = rules.bytes_per_device(placement, sizes)
+    if rules.copies(placement, sizes) == math.prod(sizes.values()) > 1 and there >= LARGE_BYTES:
+      yield f"{placement.name} is replicated on every device: {rules.size_text(there)}"
   if topology.platform == "tpu" and compiled is not None:
     yield from _padded(compiled)
   open_axes = [
@@ -313,6 +313,6 @@ def _padded(compiled: hlo.Program) -> Iterator[str]:
     size, padded = hlo.shape_bytes(shape), hlo.tiled_bytes(shape)
     if name.startswith("params/") and size >= LARGE_BYTES and padded > PADDED * size:
       yield (
-        f"{name.removeprefix('params/')}: tiles pad {shardings.size_text(size)} per device to "
-        f"{shardings.size_text(padded)}, in the compiler's layout {shape}"
+        f"{name.removeprefix('params/')}: tiles pad {rules.size_text(size)} per device to "
+        f"{rules.size_text(padded)}, in the compiler's layout {shape}"
       )

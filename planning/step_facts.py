@@ -15,10 +15,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from partitioning.constraints import ActivationLayout
-from partitioning.dims import Legend, axes_size, spec_axes
 from partitioning.parallel.pipeline_schedule import GPIPE, STAGE, Schedule
-from partitioning.rules import Placement
-from partitioning.shardings import shard_shape
+from partitioning.rules import Legend, Placement, axes_size, shard_shape, spec_axes
 from training.setup import Job
 from training.state import State
 from training.step import Program

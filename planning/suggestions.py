@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from configs.schema import step_checks, validate
-from partitioning.shardings import size_text
+from partitioning.rules import size_text
 from planning import analytic, aot, memory
 from planning.aot import Target
 from planning.step_facts import StepFacts, of_job

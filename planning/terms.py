@@ -19,12 +19,10 @@ import numpy as np
 from models.latent_attention import DOWN_PROJECTIONS
 from models.layer_stack import STACKS
 from models.spec import in_8_bits, is_latent, latent_sizes
-from partitioning.dims import axes_size, spec_axes, spec_entries
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import pipeline, ring_attention
 from partitioning.parallel.expert_exchange import ROUNDS, Exchange
-from partitioning.rules import Placement
-from partitioning.shardings import shard_shape
+from partitioning.rules import Placement, axes_size, shard_shape, spec_axes, spec_entries
 from planning.step_facts import StepFacts
 from runtime.layer_kinds import sparse_layers
 from training.optimizers import first_order

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from partitioning.dims import partition_spec, spec_axes, spec_entries
+from partitioning.rules import partition_spec, spec_axes, spec_entries
 from reports.grid import Cell, Edge, Panel, Sheet, color
 
 # Larger numbers of rows or panels are drawn with a gap.

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding
 
-from partitioning import shardings
+from partitioning import rules
 from partitioning.constraints import Constraint
 from partitioning.mesh_sizes import mesh_text
-from partitioning.rules import Placement
-from partitioning.shardings import bytes_per_device, shape_text, size_text, spec_text
+from partitioning.rules import Placement, bytes_per_device, shape_text, size_text, spec_text
 from reports import drawings, grid, pipeline_picture
 from reports.grid import Sheet
 from reports.html import memory_bar, render
@@ -233,7 +232,7 @@ def remarks(sides: Sequence[Side]) -> list[str]:
   texts = []
   for side in sides:
     count, total = side.job.mesh.size, sum(bytes_per_device(p, side.sizes) for p in side.held)
-    same = shardings.replicated_bytes(side.held, side.sizes)
+    same = rules.replicated_bytes(side.held, side.sizes)
     text = f"Parameters and optimizer state take {size_text(total)} per device"
     if count > 1:
       share = f"{size_text(same)} of it ({100 * same / max(total, 1):.0f} %) is replicated on all "
@@ -335,9 +334,9 @@ def _sharding(placement: Placement | None, side: Side) -> list[str]:
     return ["not there", "", "", ""]
   return [
     spec_text(placement.spec, len(placement.shape)),
-    shape_text(shardings.shard_shape(placement.shape, placement.spec, side.sizes)),
+    shape_text(rules.shard_shape(placement.shape, placement.spec, side.sizes)),
     size_text(bytes_per_device(placement, side.sizes)),
-    str(shardings.copies(placement, side.sizes)),
+    str(rules.copies(placement, side.sizes)),
   ]
 
 
@@ -352,7 +351,7 @@ def _totals(sides: Sequence[Side]) -> dict[str, Any]:
     count = sum(math.prod(p.shape) for p in sections["parameters"].values())
     sums = [sum(bytes_per_device(p, side.sizes) for p in ps.values()) for ps in sections.values()]
     sums.append(sum(bytes_per_device(p, side.sizes) for p in side.held))
-    sums.append(shardings.replicated_bytes(side.held, side.sizes))
+    sums.append(rules.replicated_bytes(side.held, side.sizes))
     texts = [f"{count:,}", *map(size_text, sums)]
     first = rows[0] if rows else texts
     rows.append([t if t == other else f"≠ {t}" for t, other in zip(texts, first, strict=True)])
@@ -414,7 +413,7 @@ def stored_layout(job: Job) -> dict[str, Any]:
     for names, placement in (_ways(job)[:MOST_DRAWINGS] if small else ())
   ]
   sizes = {
-    title: sum(shardings.bytes_per_device(p, side.sizes) for p in placements.values())
+    title: sum(rules.bytes_per_device(p, side.sizes) for p in placements.values())
     for title, placements in job.placements.items()
   }
   return {
@@ -422,7 +421,7 @@ def stored_layout(job: Job) -> dict[str, Any]:
     "mesh": grid.as_json(side.mesh) if small else None,
     "parameters": job.parameter_counts()[0],
     "bytes_per_device": sizes,
-    "replicated_bytes": shardings.replicated_bytes(side.held, side.sizes),
+    "replicated_bytes": rules.replicated_bytes(side.held, side.sizes),
     "drawings": drawn,
     "pipeline": schedule and {**dataclasses.asdict(schedule), "layers": job.config.model.layers},
   }

@@ -8,10 +8,11 @@ from jax.sharding import Mesh, NamedSharding
 from rich import box
 from rich.table import Table
 
-from partitioning import shardings
-from partitioning.dims import Legend
-from partitioning.rules import HOST, Placement
-from partitioning.shardings import (
+from partitioning import rules
+from partitioning.rules import (
+  HOST,
+  Legend,
+  Placement,
   bytes_per_device,
   copies,
   shape_text,
@@ -129,10 +130,10 @@ def job_text(job: Job, *, whole: bool = True) -> str:
   parameters = sections["parameters"]
   held = [*parameters, *sections["optimizer"]]
   per_device, on_host = (
-    sum(shardings.bytes_per_device(p, sizes) for p in held if (p.memory == HOST) == host)
+    sum(rules.bytes_per_device(p, sizes) for p in held if (p.memory == HOST) == host)
     for host in (False, True)
   )
-  replicated = shardings.replicated_bytes(held, sizes)
+  replicated = rules.replicated_bytes(held, sizes)
   lines = [legend_text(job.legend)] if whole else []
   if whole:
     lines.append(table_text(sections, sizes))
@@ -162,10 +163,10 @@ def job_text(job: Job, *, whole: bool = True) -> str:
   if gathers := gradients.gathering_text(*given, job.program.gathered):
     lines.append(gathers)
   lines.append(
-    f"{counts_text(job)}; with optimizer state {shardings.size_text(per_device)} per device, "
-    f"of which {shardings.size_text(replicated)} are replicated"
+    f"{counts_text(job)}; with optimizer state {rules.size_text(per_device)} per device, "
+    f"of which {rules.size_text(replicated)} are replicated"
     + (" on every device" if whole else "")
-    + (f"; {shardings.size_text(on_host)} of it in the host's memory" if on_host else "")
+    + (f"; {rules.size_text(on_host)} of it in the host's memory" if on_host else "")
   )
   if whole:
     return "\n".join([*lines, *chosen_lines(job)])

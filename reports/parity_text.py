@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from partitioning.mesh_sizes import mesh_text
-from partitioning.rules import named_leaves
-from partitioning.shardings import shape_text
+from partitioning.rules import named_leaves, shape_text
 from reports.drawings import plain
 from reports.layout_text import plain_table
 from training.parity import BOUNDS, SAME, STEPS, Difference, beyond

@@ -6,7 +6,7 @@ This module collects the content; `templates/plan.html.j2` renders it.
 from collections.abc import Sequence
 from typing import Any
 
-from partitioning.shardings import size_text
+from partitioning.rules import size_text
 from planning import memory
 from planning.plan import Plan
 from planning.timeline import Bar, Gap, Layer

@@ -12,7 +12,7 @@ from humanize import intword
 from rich.console import Console
 from rich.table import Table
 
-from partitioning.shardings import size_text
+from partitioning.rules import size_text
 from planning.plan import Plan
 from planning.timeline import Bar, Gap, Layer, Timeline
 from reports import pipeline_picture

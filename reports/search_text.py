@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from partitioning.shardings import size_text
+from partitioning.rules import size_text
 from planning import search_space
 from planning.search_results import COMPILER, FORMULA, RUN, Found, Row, Tried
 from reports.drawings import plain

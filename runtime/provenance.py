@@ -23,7 +23,6 @@ NUMERICS = (
   "models",
   "input_pipeline",  # rows and their order
   "partitioning/constraints.py",
-  "partitioning/dims.py",
   "partitioning/dtypes.py",
   "partitioning/parallel",
   "partitioning/mesh.py",  # the order of devices is the order of sums

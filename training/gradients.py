@@ -18,12 +18,18 @@ from jax.sharding import PartitionSpec
 from models import MODELS
 from models.losses import Batch, Sums
 from partitioning.constraints import automatic_spec, on_one_device
-from partitioning.dims import partition_spec, spec_axes, spec_entries
 from partitioning.dtypes import HISTORY, is_history, wide_dtype
 from partitioning.parallel.manual_region import GatheredOnce, Params
 from partitioning.parallel.pipeline_schedule import GPIPE, INTERLEAVED, STAGE, Schedule
-from partitioning.rules import Placement, named_leaves
-from partitioning.shardings import shard_shape, size_text
+from partitioning.rules import (
+  Placement,
+  named_leaves,
+  partition_spec,
+  shard_shape,
+  size_text,
+  spec_axes,
+  spec_entries,
+)
 from runtime import extensions
 from training.specs import StepSpec
 from training.state import merged, nested, split

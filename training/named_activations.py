@@ -10,8 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from partitioning.dims import resolve
-from partitioning.shardings import shard_shape
+from partitioning.rules import resolve, shard_shape
 from runtime import rematerialization
 from training import gradients
 from training.setup import Job

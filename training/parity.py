@@ -16,8 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from input_pipeline import ramp
-from partitioning.rules import named_leaves
-from partitioning.shardings import shape_text
+from partitioning.rules import named_leaves, shape_text
 from training.averages import FIELD, Averaged
 from training.schedules import CONSTANT
 from training.setup import Job

@@ -16,11 +16,10 @@ from ml_collections import ConfigDict
 
 from input_pipeline.ramp import Shape
 from models.transformer import active_elements
-from partitioning import shardings
+from partitioning import rules
 from partitioning.constraints import ActivationLayout, activation_layout
-from partitioning.dims import Legend, Table
 from partitioning.mesh import make_mesh
-from partitioning.rules import DEVICE, Placement, named_leaves
+from partitioning.rules import DEVICE, Legend, Placement, Table, named_leaves
 from partitioning.verdict import Layout, check_layout
 from runtime import chips
 from runtime.devices import Devices, memory_bytes
@@ -83,10 +82,8 @@ class Job:
     """Returns the NamedSharding of every leaf of the state."""
     return State(
       NamedSharding(self.mesh, PartitionSpec()),
-      shardings.shardings(self.state.params, self.placements["parameters"], self.mesh),
-      shardings.shardings(
-        self.state.optimizer, self.placements["optimizer"], self.mesh, "optimizer/"
-      ),
+      rules.shardings(self.state.params, self.placements["parameters"], self.mesh),
+      rules.shardings(self.state.optimizer, self.placements["optimizer"], self.mesh, "optimizer/"),
       jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), self.state.variables),
     )
 
@@ -102,7 +99,7 @@ class Job:
   @property
   def batch_shardings(self) -> dict[str, NamedSharding]:
     """Returns the NamedSharding of every array of the batch."""
-    return shardings.shardings(self.batch, self.placements["batch"], self.mesh, "batch/")
+    return rules.shardings(self.batch, self.placements["batch"], self.mesh, "batch/")
 
   @contextlib.contextmanager
   def tracing(self, activations: Table | None = None) -> Iterator[None]:
@@ -148,8 +145,8 @@ class Job:
 
   def check_placed(self, state: State) -> None:
     """Compares every leaf's actual sharding with its spec; raises LayoutError."""
-    shardings.check_placed(state.params, self.placements["parameters"], self.mesh)
-    shardings.check_placed(state.optimizer, self.placements["optimizer"], self.mesh, "optimizer/")
+    rules.check_placed(state.params, self.placements["parameters"], self.mesh)
+    rules.check_placed(state.optimizer, self.placements["optimizer"], self.mesh, "optimizer/")
 
   def compile(
     self,
@@ -281,7 +278,7 @@ def _sharded(
 ) -> Program:
   """Returns a program with the shardings of its gradients, and what follows from these."""
   spec, sizes = program.spec, devices.sizes
-  placed = shardings.shardings(params, parameters, mesh)
+  placed = rules.shardings(params, parameters, mesh)
   specs = jax.tree.map(lambda sharding: sharding.spec, placed)
   memory = _memory_of_device(devices) if program.pipeline else None
   return dataclasses.replace(
@@ -290,7 +287,7 @@ def _sharded(
     gathered=gathered_once(spec, sizes, parameters, program.trained, memory),
     reduce_once_over=reduced_once_over(spec, sizes, parameters, program.variables),
     norm_specs=jax.tree.map(
-      lambda leaf, spec: shardings.spread(spec, leaf.shape, sizes), params, specs
+      lambda leaf, spec: rules.spread(spec, leaf.shape, sizes), params, specs
     ),
   )
 
@@ -378,7 +375,7 @@ def _check_memory(
   held = [*placements["parameters"].values(), *placements["optimizer"].values()]
   if not devices.simulated:  # else all memory is this machine's
     held = [p for p in held if p.memory == DEVICE]
-  needed = sum(shardings.bytes_per_device(p, devices.sizes) for p in held)
+  needed = sum(rules.bytes_per_device(p, devices.sizes) for p in held)
   where = "per device"
   if devices.simulated:
     needed *= math.prod(devices.sizes.values())
@@ -387,7 +384,7 @@ def _check_memory(
   if needed > available:
     whose = "this machine has" if limit_gib is None else f"memory_limit_gib={limit_gib:g} allows"
     raise ValueError(
-      f"parameters and optimizer state need {shardings.size_text(needed)} {where}, and {whose} "
-      f"{shardings.size_text(available)}; make the model smaller, or split it over more devices "
+      f"parameters and optimizer state need {rules.size_text(needed)} {where}, and {whose} "
+      f"{rules.size_text(available)}; make the model smaller, or split it over more devices "
       f"(mesh.fsdp, mesh.tensor)"
     )

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from input_pipeline.ramp import Ramp, Shape
 from models import model_spec
 from models.spec import ModelSpec
-from partitioning.dims import Legend, Table
+from partitioning.rules import Legend, Table
 from partitioning.verdict import TABLES
 from training.optimizers.spec import OptimizerSpec, optimizer_spec
 from training.tasks import TASKS

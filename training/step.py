@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from etils import epy
-from flax import nnx
+from flax import nnx, traverse_util
 
 from models import MODELS, check_network, load_balance
 from models.layer_stack import STACKS
@@ -331,15 +331,12 @@ def _stored(params: Any, trained: frozenset[str], spec: StepSpec) -> Any:
 
   The routers' biases are in float32 or wider: their steps are smaller than bfloat16 resolves.
   """
-  dtypes = spec.parameter_dtype, spec.frozen_dtype
-  bias, params = split(params, ROUTER_BIAS.__eq__)
-  parts = split(params, trained.__contains__)
-  parts = [
-    jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), part)
-    for part, dtype in zip(parts, dtypes, strict=True)
-  ]
-  wide_bias = jax.tree.map(lambda x: x.astype(wide_dtype(jnp.dtype(dtypes[0]))), bias)
-  return merged(merged(*parts), wide_bias)
+
+  def stored(path: tuple[str, ...], x: jax.Array) -> jax.Array:
+    dtype = spec.parameter_dtype if "/".join(path) in trained else spec.frozen_dtype
+    return x.astype(wide_dtype(jnp.dtype(spec.parameter_dtype)) if is_router_bias(path) else dtype)
+
+  return traverse_util.path_aware_map(stored, params)
 
 
 def wide(tree: Any) -> Any:
@@ -396,9 +393,16 @@ def moved_router_bias(params: Any, means: Mapping[str, jax.Array], rate: float) 
   """
   if COUNTS not in means or not rate:
     return params
-  bias, others = split(params, ROUTER_BIAS.__eq__)
-  bias = jax.tree.map(lambda x: load_balance.updated_bias(x, means[COUNTS], rate), bias)
-  return merged(bias, others)
+
+  def moved(path: tuple[str, ...], x: jax.Array) -> jax.Array:
+    return load_balance.updated_bias(x, means[COUNTS], rate) if is_router_bias(path) else x
+
+  return traverse_util.path_aware_map(moved, params)
+
+
+def is_router_bias(path: tuple[str, ...]) -> bool:
+  """Returns whether a parameter, by the keys of its path, is a router's bias."""
+  return "/".join(path) == ROUTER_BIAS
 
 
 def as_metrics(means: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

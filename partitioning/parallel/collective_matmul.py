@@ -19,8 +19,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from partitioning.dims import Axes
 from partitioning.parallel.sharded_function import SEQUENCE_DIM
+from partitioning.rules import Axes
 
 # Takes an activation (batch, sequence, ...) and further operands, and returns a tuple of such
 # activations; linear in the activation, and each token of the result follows from the same token.

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 # Experimental: no public name tells XLA how an array lies in memory (jax 0.10.2 to 0.12.0).
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from partitioning.dims import Axes
+from partitioning.rules import Axes
 
 _LANES = 128  # numbers in a row of a TPU's tile
 # The largest part that SparseCores scatter at once, in tiles of all shards. Of 64 shards 23 tiles

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from partitioning.constraints import automatic_layout, manual_axes
-from partitioning.dims import Axes
 from partitioning.dtypes import MAGNITUDES
 from partitioning.parallel import collective_matmul, collectives
 from partitioning.parallel.sharded_function import GATHERED, SEQUENCE_DIM, Stored
+from partitioning.rules import Axes
 
 # ------------------------------ numbers and their scales ------------------------------
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from partitioning.constraints import BatchPart, inside_batch_part, manual_axes
-from partitioning.dims import Axes, partition_spec, spec_entries
 from partitioning.parallel import collectives
+from partitioning.rules import Axes, partition_spec, spec_entries
 
 
 def manual_region(function: Callable, in_specs: Any, out_specs: Any) -> Callable:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-from partitioning.dims import Axes, axes_size, spec_entries
+from partitioning.rules import Axes, axes_size, spec_entries
 
 # Of the matrices of one round on a device, unless one matrix has more: enough that matmuls are not
 # small, and 64 MiB in bfloat16.

@@ -29,11 +29,11 @@ from partitioning.constraints import (
   manual_axes,
   tie_to,
 )
-from partitioning.dims import Axes, axes_size, partition_spec, resolve, spec_entries
 from partitioning.parallel import attention_blocks, collectives, splash_kernel
 from partitioning.parallel.attention_blocks import Blocks, Keys, Queries
 from partitioning.parallel.manual_region import manual_region
 from partitioning.parallel.splash_kernel import SplashBlocks
+from partitioning.rules import Axes, axes_size, partition_spec, resolve, spec_entries
 
 # FLOPs that an accelerator computes in the time that it sends a byte: 2,190 (TPU v5e,
 # 197e12 / 90e9) to 5,100 (v6e), in bfloat16, over both links of a torus axis or NVLink.

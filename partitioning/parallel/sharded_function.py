@@ -16,9 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from partitioning.constraints import automatic_layout, constrain, on_one_device, record
-from partitioning.dims import Axes, Table, resolve, spec_entries
 from partitioning.parallel import collectives
 from partitioning.parallel.manual_region import manual_region
+from partitioning.rules import Axes, Table, resolve, spec_entries
 
 SEQUENCE_DIM = 1  # of activations (batch, sequence, ...)
 GATHERED = "gathered_kernel"  # under this name policies of `jax.checkpoint` may save it

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from partitioning.constraints import automatic_layout, batch_part, constrain, record
-from partitioning.dims import Axes
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import collectives
 from partitioning.parallel.sharded_function import (
@@ -26,6 +25,7 @@ from partitioning.parallel.sharded_function import (
   summed_last,
   with_gradient_of,
 )
+from partitioning.rules import Axes
 
 
 class Reduction(Protocol):

@@ -31,10 +31,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from partitioning.dims import axes_size, partition_spec, spec_entries
 from partitioning.parallel import collectives
 from partitioning.parallel.manual_region import manual_region
 from partitioning.parallel.matrix_groups import MATRIX, ROWS, Group, Matrix, filled, grouped
+from partitioning.rules import axes_size, partition_spec, spec_entries
 
 Stacks = dict[str, jax.Array]  # label -> shards [matrices, ...]
 

@@ -6,8 +6,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from partitioning import shardings
-from partitioning.dims import spec_axes
+from partitioning import rules
+from partitioning.rules import spec_axes
 from reports.drawings import picture
 from reports.tour import telling
 from reports.tour.scene import Scene, Shown, mesh_of
@@ -44,8 +44,8 @@ def _four_cuts(arrays) -> Shown:
   which = f"all {len(equal)}" if all(equal) else f"only {sum(equal)} of {len(equal)}"
   findings.append(f"Reassembled, {which} are the original array.")
   sizes = {telling.held_bytes(x) for x in arrays}
-  sizes_text = " or ".join(shardings.size_text(size) for size in sorted(sizes))
-  findings.append(f"A device holds {sizes_text} of the {shardings.size_text(arrays[0].nbytes)}.")
+  sizes_text = " or ".join(rules.size_text(size) for size in sorted(sizes))
+  findings.append(f"A device holds {sizes_text} of the {rules.size_text(arrays[0].nbytes)}.")
   return Shown(findings, [_drawn(x) for x in arrays])
 
 
@@ -68,8 +68,8 @@ def _copies(x) -> Shown:
     findings.append("No two devices hold the same block: the spec names every axis of the mesh.")
   total = sum(shard.data.nbytes for shard in x.addressable_shards)
   findings.append(
-    f"All devices together store {shardings.size_text(total)} for an array of "
-    f"{shardings.size_text(x.nbytes)}."
+    f"All devices together store {rules.size_text(total)} for an array of "
+    f"{rules.size_text(x.nbytes)}."
   )
   return Shown(findings, [_drawn(x)])
 

@@ -8,9 +8,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from partitioning import shardings
+from partitioning import rules
 from partitioning.constraints import activation_layout, constrain
-from partitioning.dims import Dim
+from partitioning.rules import Dim
 from reports.drawings import picture
 from reports.tour import telling
 from reports.tour.scene import Scene, Shown, mesh_of
@@ -56,8 +56,8 @@ def _before_and_after(result) -> Shown:
   else:
     findings.append(
       f"The constraint has an effect. A device holds "
-      f"{shardings.size_text(telling.held_bytes(before))} of the result before and "
-      f"{shardings.size_text(telling.held_bytes(after))} after."
+      f"{rules.size_text(telling.held_bytes(before))} of the result before and "
+      f"{rules.size_text(telling.held_bytes(after))} after."
     )
   drawn = ((before, "before"), (after, "after"))
   return Shown(findings, [_drawn(a, title) for a, title in drawn])

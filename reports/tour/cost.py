@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from partitioning import shardings
+from partitioning import rules
 from reports.tour import telling
 from reports.tour.launching import ROOT
 from reports.tour.scene import DEVICES, Scene, Shown, mesh_of
@@ -82,14 +82,14 @@ def _gather_and_reduce(results) -> Shown:
     found = " and ".join(row.kind for row in telling.sent(compiled, mesh)) or "nothing"
     runs.setdefault(kind, []).append((found, size, seconds))
     lines.append(
-      f"{kind:<11} {shardings.size_text(size):>10} {1000 * seconds:9.3f} ms "
+      f"{kind:<11} {rules.size_text(size):>10} {1000 * seconds:9.3f} ms "
       f"{size / seconds / 1e9:7.2f} GB/s a device"
     )
   findings, measured = [], []
   for kind, ((found, first_size, first), *_, (_, last_size, last)) in runs.items():
     findings.append(
-      f"{kind}: the program sends {found}, from {shardings.size_text(first_size)} to "
-      f"{shardings.size_text(last_size)} a device."
+      f"{kind}: the program sends {found}, from {rules.size_text(first_size)} to "
+      f"{rules.size_text(last_size)} a device."
     )
     if first_size:
       measured.append(

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from configs.schema import finalize, validate
-from partitioning import shardings
+from partitioning import rules
 from partitioning.mesh_sizes import resolve_sizes
 from partitioning.rules import Placement
 from reports.drawings import picture
@@ -53,9 +53,9 @@ def _layouts(jobs) -> Shown:
   for strategy, job in jobs:
     placements = job.placements["parameters"]
     cut = [p.name for p in placements.values() if _is_cut(p, job)]
-    held = sum(shardings.bytes_per_device(p, job.devices.sizes) for p in placements.values())
+    held = sum(rules.bytes_per_device(p, job.devices.sizes) for p in placements.values())
     findings.append(
-      f"{strategy}: {shardings.size_text(held)} of parameters on each device. "
+      f"{strategy}: {rules.size_text(held)} of parameters on each device. "
       + (f"Sharded: {', '.join(cut)}." if cut else "Every parameter is replicated on every device.")
     )
     for name in ("layer_2/kernel", "layer_3/kernel"):
@@ -67,7 +67,7 @@ def _layouts(jobs) -> Shown:
 
 
 def _is_cut(placement: Placement, job: Job) -> bool:
-  return shardings.copies(placement, job.devices.sizes) < job.mesh.size
+  return rules.copies(placement, job.devices.sizes) < job.mesh.size
 
 
 def training(strategies=STRATEGIES, steps=10):
@@ -111,14 +111,14 @@ def _changes(runs) -> str:
   facts = []
   for _, job, step, _, _ in runs:
     placements = job.placements["parameters"].values()
-    held = sum(shardings.bytes_per_device(p, job.devices.sizes) for p in placements)
+    held = sum(rules.bytes_per_device(p, job.devices.sizes) for p in placements)
     rows = job.batch_shardings["inputs"].shard_shape(job.batch["inputs"].shape)[0]
     sending = sum(row.bytes for row in telling.sent(step, job.mesh))
     facts.append(
       {
         "rows on a device": str(rows),
-        "parameters on a device": shardings.size_text(held),
-        "in the collectives of a step": shardings.size_text(sending),
+        "parameters on a device": rules.size_text(held),
+        "in the collectives of a step": rules.size_text(sending),
       }
     )
   ours, theirs = facts

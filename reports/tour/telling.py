@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from partitioning import shardings
+from partitioning import rules
 from partitioning.mesh_sizes import product_text
 from runtime import collectives
 
@@ -23,7 +23,7 @@ def sent_text(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
   """Returns `nothing`, or `1 all-reduce along tensor (512 Bytes a device)`."""
   rows = sent(compiled, mesh)
   parts = [
-    f"{row.count} {row.kind} along {'+'.join(row.axes)} ({shardings.size_text(row.bytes)} a device)"
+    f"{row.count} {row.kind} along {'+'.join(row.axes)} ({rules.size_text(row.bytes)} a device)"
     for row in rows
   ]
   return " and ".join(parts) or "nothing"
@@ -38,7 +38,7 @@ def communication(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
 
 def spec(x: jax.Array) -> str:
   """Returns the spec of an array, `(data, tensor)`."""
-  return shardings.spec_text(x.sharding.spec, x.ndim)
+  return rules.spec_text(x.sharding.spec, x.ndim)
 
 
 def mesh_text(x: jax.Array) -> str:
@@ -60,7 +60,7 @@ def blocks(x: jax.Array) -> str:
   found = holders(x)
   copies = {len(ids) for ids in found.values()}
   where = "one device" if copies == {1} else f"{copies.pop()} devices"
-  shape = shardings.shape_text(x.sharding.shard_shape(x.shape))
+  shape = rules.shape_text(x.sharding.shard_shape(x.shape))
   if len(found) == 1:
     return f"one block of {shape}, on {where}"
   return f"{len(found)} blocks of {shape}, each on {where}"
@@ -85,9 +85,7 @@ def _difference(ours, theirs, most: float = 0.0) -> str:
   """Returns how two arrays differ, or "" if by no more than `most` of the largest element."""
   ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
   if ours.shape != theirs.shape:
-    return (
-      f"the shapes are {shardings.shape_text(ours.shape)} and {shardings.shape_text(theirs.shape)}"
-    )
+    return f"the shapes are {rules.shape_text(ours.shape)} and {rules.shape_text(theirs.shape)}"
   if np.array_equal(ours, theirs):
     return ""
   largest = np.max(np.abs(ours - theirs)) / np.max(np.abs(theirs))

@@ -14,7 +14,7 @@ from inference import request as requests
 from inference.request import Request, check, text_spec
 from inference.sampler import Sampler, draw_token, filter_logits
 from models import MODELS, transformer
-from partitioning import shardings
+from partitioning import rules
 from partitioning.rules import named_leaves
 from runtime import collectives
 from tests.helpers.jobs import first_state, make_job
@@ -217,11 +217,11 @@ def test_the_cache_is_sharded_like_the_model(strategy):
   settings = made._settings(GREEDY)
   tokens_B, cache = made.prefill(params, tokens_BT, counts_B, settings)
   for _ in range(2):  # after prefill and after decode
-    shardings.check_placed(cache, made.placements, job.mesh, "cache/")
+    rules.check_placed(cache, made.placements, job.mesh, "cache/")
     for name in ("keys", "values"):
       shard = getattr(cache, name).addressable_shards[0].data
       assert shard.shape == SHARDS[strategy]
-      assert shard.nbytes == shardings.bytes_per_device(
+      assert shard.nbytes == rules.bytes_per_device(
         made.placements[f"cache/{name}"], job.devices.sizes
       )
     before = cache

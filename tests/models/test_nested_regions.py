@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from partitioning import shardings
+from partitioning import rules
 from partitioning.constraints import activation_layout
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
@@ -111,7 +111,7 @@ def values(job, forward, key, **mesh):
 
   start = jax.device_get(first_state(job).params)
   with traced_on(job, **mesh) as over:
-    lie = shardings.shardings(job.state.params, job.placements["parameters"], over)
+    lie = rules.shardings(job.state.params, job.placements["parameters"], over)
     params = jax.device_put(start, lie)
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (_, logits), gradient = step(params)

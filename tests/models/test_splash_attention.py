@@ -10,7 +10,7 @@ from configs.keys import table
 from configs.schema import finalize, validate
 from models import blockwise_attention, splash_attention
 from partitioning.constraints import activation_layout
-from partitioning.dims import Dim
+from partitioning.rules import Dim
 from tests.helpers.jobs import make_job
 from tests.models import numpy_decoder
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from partitioning import shardings
+from partitioning import rules
 from partitioning.parallel import collectives as manual
 from planning import terms
 from runtime import collectives, hlo
@@ -170,7 +170,7 @@ def test_a_loss_in_chunks_sends_no_more_for_kernels_and_never_has_all_logits(str
   for key, (_, size) in after.items():
     assert size <= before[key][1], key
   [logits] = [one for one in whole.job.activations.seen if one.letters == "BTV"]
-  here = shardings.shard_shape(logits.shape, logits.spec, whole.job.devices.sizes)
+  here = rules.shard_shape(logits.shape, logits.spec, whole.job.devices.sizes)
   text = f"f32[{','.join(map(str, here))}]"
   assert text in whole.text
   assert text not in cut.text

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from partitioning import shardings
+from partitioning import rules
 from partitioning.parallel import matmuls
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job, place
@@ -153,7 +153,7 @@ def test_the_step_has_gradients_and_optimizer_state_of_the_adapters_alone(compil
   job, step = compiled
 
   def held(placements):
-    return sum(shardings.bytes_per_device(p, job.devices.sizes) for p in placements)
+    return sum(rules.bytes_per_device(p, job.devices.sizes) for p in placements)
 
   parameters, batch = (job.placements[title] for title in ("parameters", "batch"))
   adapters = held(p for name, p in parameters.items() if "/lora_" in name)

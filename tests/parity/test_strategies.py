@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from partitioning import shardings
+from partitioning import rules
 from runtime import collectives
 from tests.helpers.jobs import STRATEGIES, make_job
 from tests.parity.comparison import (
@@ -66,7 +66,7 @@ def shards(job: Job, changed: dict[str, int]) -> dict[str, tuple[int, ...]]:
   """Returns name -> shard shape of state and batch, with some axes' sizes changed."""
   sizes = {**job.devices.sizes, **changed}
   return {
-    name: shardings.shard_shape(p.shape, p.spec, sizes)
+    name: rules.shard_shape(p.shape, p.spec, sizes)
     for section in job.placements.values()
     for name, p in section.items()
   }

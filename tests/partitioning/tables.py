@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from partitioning.dims import Dim
+from partitioning.rules import Dim
 from partitioning.verdict import check_layout
 
 LEGEND = {

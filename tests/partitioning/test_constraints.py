@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from partitioning.constraints import activation_layout, constrain, record
-from partitioning.dims import Dim
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
+from partitioning.rules import Dim
 from runtime.collectives import collectives
 
 LEGEND = {

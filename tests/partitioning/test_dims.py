@@ -3,7 +3,7 @@
 import pytest
 from jax.sharding import PartitionSpec
 
-from partitioning.dims import (
+from partitioning.rules import (
   Dim,
   axes_size,
   indivisible,

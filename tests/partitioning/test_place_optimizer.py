@@ -5,8 +5,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from partitioning import rules
-from partitioning.dims import Dim
-from partitioning.rules import place_parameters
+from partitioning.rules import Dim, place_parameters
 from partitioning.verdict import place_optimizer
 from tests.partitioning.tables import LEGEND, RULES, SIZES, TABLE, array, params, specs
 

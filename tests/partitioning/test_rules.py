@@ -6,8 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from partitioning import rules
-from partitioning.dims import Dim
-from partitioning.rules import LayoutError, place_parameters
+from partitioning.rules import Dim, LayoutError, place_parameters
 from tests.partitioning.tables import LEGEND, RULES, SIZES, TABLE, array, params, specs
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from partitioning import shardings
+from partitioning import rules
 from partitioning.mesh import make_mesh
 from partitioning.rules import LayoutError
 from tests.partitioning.placements import ALONE, BOTH, COUNT, HALF, SIZES, UP, WHOLE, placement
@@ -24,13 +24,13 @@ from tests.partitioning.placements import ALONE, BOTH, COUNT, HALF, SIZES, UP, W
   ],
 )
 def test_what_one_device_holds(array, shard, size, copies):
-  assert shardings.shard_shape(array.shape, array.spec, SIZES) == shard
-  assert shardings.bytes_per_device(array, SIZES) == size
-  assert shardings.copies(array, SIZES) == copies
+  assert rules.shard_shape(array.shape, array.spec, SIZES) == shard
+  assert rules.bytes_per_device(array, SIZES) == size
+  assert rules.copies(array, SIZES) == copies
 
 
 def test_dims_that_a_spec_omits_are_not_sharded():
-  assert shardings.shard_shape((12, 20, 7), PartitionSpec("fsdp"), SIZES) == (6, 20, 7)
+  assert rules.shard_shape((12, 20, 7), PartitionSpec("fsdp"), SIZES) == (6, 20, 7)
 
 
 def test_the_numbers_are_those_of_the_real_arrays():
@@ -40,15 +40,15 @@ def test_the_numbers_are_those_of_the_real_arrays():
       zeros = jnp.zeros(array.shape, array.dtype)
     real = jax.device_put(zeros, NamedSharding(mesh, array.spec))
     pieces = real.addressable_shards
-    assert {piece.data.nbytes for piece in pieces} == {shardings.bytes_per_device(array, SIZES)}
+    assert {piece.data.nbytes for piece in pieces} == {rules.bytes_per_device(array, SIZES)}
     first = [piece for piece in pieces if all(not part.start for part in piece.index)]
-    assert len(first) == shardings.copies(array, SIZES)
+    assert len(first) == rules.copies(array, SIZES)
 
 
 def test_replicated_bytes_are_of_fully_replicated_arrays():
-  assert shardings.replicated_bytes([UP, BOTH, HALF, WHOLE, COUNT], SIZES) == 96 + 4
-  assert shardings.replicated_bytes([UP, HALF], SIZES) == 0
-  assert shardings.replicated_bytes([WHOLE, COUNT], ALONE) == 0  # one device repeats nothing
+  assert rules.replicated_bytes([UP, BOTH, HALF, WHOLE, COUNT], SIZES) == 96 + 4
+  assert rules.replicated_bytes([UP, HALF], SIZES) == 0
+  assert rules.replicated_bytes([WHOLE, COUNT], ALONE) == 0  # one device repeats nothing
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_replicated_bytes_are_of_fully_replicated_arrays():
   ],
 )
 def test_a_spec_in_words(entries, rank, text):
-  assert shardings.spec_text(PartitionSpec(*entries), rank) == text
+  assert rules.spec_text(PartitionSpec(*entries), rank) == text
 
 
 def test_sizes_in_words():
-  assert shardings.shape_text((3, 20)) == "[3, 20]"
-  assert shardings.size_text(3 * 2**19) == "1.5 MiB"
+  assert rules.shape_text((3, 20)) == "[3, 20]"
+  assert rules.size_text(3 * 2**19) == "1.5 MiB"
 
 
 # ---- Tables ----
@@ -80,12 +80,12 @@ def placed():
   mesh = make_mesh(SIZES)
   tree = {"up": {"kernel": jnp.zeros(UP.shape)}, "scale": jnp.zeros(12)}
   placements = {"up/kernel": UP, "scale": placement("scale", (12,), "fsdp")}
-  return jax.device_put(tree, shardings.shardings(tree, placements, mesh)), placements, mesh
+  return jax.device_put(tree, rules.shardings(tree, placements, mesh)), placements, mesh
 
 
 def test_what_is_sharded_as_its_spec_says_passes(placed):
   tree, placements, mesh = placed
-  shardings.check_placed(tree, placements, mesh)
+  rules.check_placed(tree, placements, mesh)
   assert tree["up"]["kernel"].addressable_shards[0].data.shape == (3, 6, 5)
 
 
@@ -95,7 +95,7 @@ def test_specs_that_are_written_otherwise_and_mean_the_same_pass(placed):
   tree = {"out": jax.device_put(jnp.zeros((12, 7)), sharding)}
   assert sharding.spec != PartitionSpec("fsdp")
   for entries in (("fsdp",), ("fsdp", None), (("fsdp",), None), (("fsdp", "data"),)):
-    shardings.check_placed(tree, {"out": placement("out", (12, 7), *entries)}, mesh)
+    rules.check_placed(tree, {"out": placement("out", (12, 7), *entries)}, mesh)
 
 
 def test_every_leaf_that_is_sharded_differently_is_named(placed):
@@ -103,14 +103,14 @@ def test_every_leaf_that_is_sharded_differently_is_named(placed):
   wrong = NamedSharding(mesh, PartitionSpec(None, "tensor", "fsdp"))
   tree["up"]["kernel"] = jax.device_put(tree["up"]["kernel"], wrong)
   with pytest.raises(LayoutError) as refusal:
-    shardings.check_placed(tree, placements, mesh)
+    rules.check_placed(tree, placements, mesh)
   [failure] = refusal.value.failures
   assert failure.startswith("up/kernel: is sharded as ")
   assert "'tensor', 'fsdp')" in failure.partition("its spec says")[0]
   assert "'fsdp', 'tensor')" in failure.partition("its spec says")[2]
   tree["scale"] = jnp.zeros(12)  # on one device only
   with pytest.raises(LayoutError, match="2 failures") as refusal:
-    shardings.check_placed(tree, placements, mesh)
+    rules.check_placed(tree, placements, mesh)
   assert "scale: is sharded as SingleDeviceSharding" in str(refusal.value)
 
 
@@ -119,12 +119,12 @@ def test_a_leaf_on_a_part_of_the_mesh_is_named(placed):
   half = make_mesh({**ALONE, "fsdp": 2, "tensor": 2}, jax.devices()[:4])
   leaf = jax.device_put(jnp.zeros(12), NamedSharding(half, PartitionSpec("fsdp")))
   with pytest.raises(LayoutError, match="scale: is sharded as"):
-    shardings.check_placed({"scale": leaf}, placements, mesh)
+    rules.check_placed({"scale": leaf}, placements, mesh)
 
 
 def test_leaves_are_found_by_their_prefix(placed):
   tree, placements, mesh = placed
   renamed = {f"optimizer/mu/{name}": p for name, p in placements.items()}
-  shardings.check_placed({"mu": tree}, renamed, mesh, "optimizer/")
-  specs = shardings.shardings({"mu": tree}, renamed, mesh, "optimizer/")
+  rules.check_placed({"mu": tree}, renamed, mesh, "optimizer/")
+  specs = rules.shardings({"mu": tree}, renamed, mesh, "optimizer/")
   assert specs["mu"]["scale"] == NamedSharding(mesh, PartitionSpec("fsdp"))

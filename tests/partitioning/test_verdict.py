@@ -7,8 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from partitioning.constraints import constrain
-from partitioning.dims import Dim
-from partitioning.rules import LayoutError
+from partitioning.rules import Dim, LayoutError
 from partitioning.verdict import TABLES, check_layout
 
 LEGEND = {

@@ -6,7 +6,7 @@ import importlib
 import jax
 import pytest
 
-from partitioning.shardings import size_text
+from partitioning.rules import size_text
 from planning import aot, plan
 from reports import plan_page, plan_text
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from jax.sharding import NamedSharding
 
-from partitioning import shardings
+from partitioning import rules
 from reports import layout_page
 from reports.layout_text import job_text
 from runtime import collectives
@@ -88,12 +88,12 @@ def test_every_array_has_a_row_with_its_numbers_and_its_rule(job, text):
       cells = read.row(name)
       assert cells[1:9] == [
         p.letters or "-",
-        shardings.shape_text(p.shape),
+        rules.shape_text(p.shape),
         str(p.dtype),
-        shardings.spec_text(p.spec, len(p.shape)),
-        shardings.shape_text(shardings.shard_shape(p.shape, p.spec, sizes)),
-        shardings.size_text(shardings.bytes_per_device(p, sizes)),
-        str(shardings.copies(p, sizes)),
+        rules.spec_text(p.spec, len(p.shape)),
+        rules.shape_text(rules.shard_shape(p.shape, p.spec, sizes)),
+        rules.size_text(rules.bytes_per_device(p, sizes)),
+        str(rules.copies(p, sizes)),
         cells[8],
       ]
       assert cells[9].splitlines() == [p.rule, *(f"note: {note}" for note in p.notes)]
@@ -142,9 +142,9 @@ def test_the_drawings_are_those_of_the_shardings(job, text):
 def test_modules_have_their_sums(job, text):
   parameters = job.placements["parameters"]
   inside = [p for name, p in parameters.items() if name.startswith("layers/mlp/")]
-  size = sum(shardings.bytes_per_device(p, job.devices.sizes) for p in inside)
+  size = sum(rules.bytes_per_device(p, job.devices.sizes) for p in inside)
   said = "".join(Reader(text).said)
-  assert f"layers/mlp {len(inside)} arrays, {shardings.size_text(size)} per device" in said
+  assert f"layers/mlp {len(inside)} arrays, {rules.size_text(size)} per device" in said
   for group in ("embed", "layers/attention", "unembed", "optimizer/0/mu"):
     assert f"<b>{group}</b>" in text
 
@@ -166,9 +166,9 @@ def test_the_costs_are_the_collectives_of_the_compiled_step(job, text):
     name = " + ".join(f"{axis}=2" for axis in axes)
     [at] = [i for i, cells in enumerate(table) if cells[0] == name]
     ours = [row for row in rows if row.axes == axes]
-    assert table[at][4] == shardings.size_text(sum(row.bytes for row in ours))
+    assert table[at][4] == rules.size_text(sum(row.bytes for row in ours))
     for row, cells in zip(ours, table[at + 1 :], strict=False):
-      sizes = [shardings.size_text(size) for size in (row.bytes / row.count, row.bytes)]
+      sizes = [rules.size_text(size) for size in (row.bytes / row.count, row.bytes)]
       assert cells[1:5] == [row.kind, str(row.count), *sizes]
 
 
@@ -177,8 +177,8 @@ def test_activations_are_listed_and_drawn(job, text):
   for c in job.activations.seen:
     assert [
       c.letters,
-      shardings.shape_text(c.shape),
-      shardings.spec_text(c.spec, len(c.shape)),
+      rules.shape_text(c.shape),
+      rules.spec_text(c.spec, len(c.shape)),
     ] in [[row[0], row[2], row[3]] for row in rows]
 
 
@@ -188,7 +188,7 @@ def test_named_activations_have_their_bytes_and_their_choice(job, text):
   assert len(named) > 6
   for one in named:
     [row] = [row for row in rows if row[0] == one.name]
-    assert row[4:] == [shardings.size_text(one.bytes), one.choice]
+    assert row[4:] == [rules.size_text(one.bytes), one.choice]
 
 
 def test_the_page_needs_nothing_from_outside_and_is_small(text, two):
@@ -232,8 +232,8 @@ def test_what_is_remarkable_is_said_first(two):
   jobs = [make_job(strategy, "mlp") for strategy in ("dp8", "dp4_tp2")]
   sides = [layout_page.Side(*one) for one in zip(("dp8", "dp4_tp2"), jobs, strict=True)]
   ours, theirs, differ = layout_page.remarks(sides)
-  held = (shardings.bytes_per_device(p, sides[0].sizes) for p in sides[0].held)
-  total = shardings.size_text(sum(held))
+  held = (rules.bytes_per_device(p, sides[0].sizes) for p in sides[0].held)
+  total = rules.size_text(sum(held))
   assert ours == (
     f"dp8: Parameters and optimizer state take {total} per device; {total} of it (100 %) is "
     "replicated on all 8 devices. The 8 devices store each byte 8 times on average."

@@ -1,6 +1,6 @@
 """The layout as text: one strategy, and two side by side."""
 
-from partitioning.dims import Dim
+from partitioning.rules import Dim
 from reports import layout_text
 from tests.helpers.jobs import make_job
 from tests.partitioning.placements import ALONE, COUNT, HALF, SIZES, UP, WHOLE, placement

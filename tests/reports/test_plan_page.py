@@ -7,7 +7,7 @@ import re
 import jax
 import pytest
 
-from partitioning.shardings import size_text
+from partitioning.rules import size_text
 from planning import aot, memory, plan
 from planning.roofline import Work
 from planning.step_time import HostTraffic

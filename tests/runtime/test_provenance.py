@@ -16,7 +16,7 @@ ROOT = provenance.ROOT
 
 # Files beside those of NUMERICS in the same folders, which do not determine what a run computes.
 OTHERS = {
-  "partitioning": "__init__ mesh_sizes shardings",
+  "partitioning": "__init__ mesh_sizes",
   "training": "__init__ base_parameters callbacks compiler_options coordinate_check "
   "evaluation history loop metrics/__init__ metrics/built_in_sinks metrics/console "
   "metrics/goodput metrics/log_lines metrics/profiler metrics/reader metrics/sinks "

@@ -10,8 +10,7 @@ from ml_collections import ConfigDict
 
 from models import model_spec
 from models.mup import Widths
-from partitioning.dims import Legend, Table
-from partitioning.rules import Overrides, named_leaves
+from partitioning.rules import Legend, Overrides, Table, named_leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 import pytest
 
-from partitioning import shardings
+from partitioning import rules
 from reports import layout_text
 from runtime import collectives
 from tests.helpers.jobs import make_job
@@ -30,7 +30,7 @@ def arrays(run, kind):
 
 def p_bytes(job, one):
   """Returns the bytes of a parameter on a device, after it is gathered over fsdp."""
-  shape = shardings.shard_shape(one.shape, one.spec, {**job.devices.sizes, "fsdp": 1})
+  shape = rules.shard_shape(one.shape, one.spec, {**job.devices.sizes, "fsdp": 1})
   return 8 * math.prod(shape)
 
 

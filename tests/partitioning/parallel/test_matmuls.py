@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from partitioning import shardings
+from partitioning import rules
 from tests.parity.comparison import (
   FEATURES,
   MESHES,
@@ -66,9 +66,9 @@ def test_zero_1_splits_the_optimizers_state_alone():
   sizes, sections = ours.job.devices.sizes, ours.job.placements
   [name] = [name for name in sections["optimizer"] if name.endswith("trace/layers/mlp/up/kernel")]
   kernel = sections["parameters"]["layers/mlp/up/kernel"]
-  assert shardings.shard_shape(kernel.shape, kernel.spec, sizes) == (2, 40, 56)
+  assert rules.shard_shape(kernel.shape, kernel.spec, sizes) == (2, 40, 56)
   state = sections["optimizer"][name]
-  assert shardings.shard_shape(state.shape, state.spec, sizes) == (2, 5, 56)
+  assert rules.shard_shape(state.shape, state.spec, sizes) == (2, 5, 56)
 
 
 def test_a_residual_that_is_split_over_its_width_too():

@@ -13,12 +13,12 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from partitioning.constraints import activation_layout
-from partitioning.dims import Dim
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
 from partitioning.parallel import pipeline
 from partitioning.parallel.pipeline import Pipeline, Stage
 from partitioning.parallel.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B, Schedule
+from partitioning.rules import Dim
 
 V, ROWS, D = 7, 5, 6
 # Kind, stages, microbatches, chunks: fewer microbatches than stages, as many, and no multiple.

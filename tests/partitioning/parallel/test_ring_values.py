@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from partitioning.dims import Dim
 from partitioning.parallel.attention_blocks import Blocks, Scores
 from partitioning.parallel.ring_attention import ring_attention, zigzag_order
+from partitioning.rules import Dim
 from tests.helpers.jobs import make_job
 
 B, T, N, K, H, U = 2, 24, 4, 2, 6, 5

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from models import blockwise_attention, splash_attention
-from partitioning.dims import Dim
 from partitioning.parallel.ring_attention import ring_attention, zigzag_order
 from partitioning.parallel.splash_kernel import SplashBlocks
+from partitioning.rules import Dim
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 
 B, T, N, K, H, U = 2, 512, 4, 2, 8, 6
