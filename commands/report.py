@@ -1,31 +1,36 @@
-"""The verb `report`: the page of a run, or one that overlays several, from their workdirs."""
+"""The verb `report`: the page of a run, or one of several, from their workdirs."""
 
 import re
+import shutil
+import sys
 from collections.abc import Sequence
 
 from etils import epath
 
 from commands import flags
 from commands.refusal import refuse
-from reports import run_files, run_page, units
-from reports.charts import SERIES
+from reports import run_files, run_index, run_page, units
 from runtime import exit_codes, files
 from training.history import REPORT
 
-AGAINST = "against.html"  # in the first of several workdirs, where `--html` is not given
+# The page of several runs, where `--html` is not given: in the first of them, or in their folder.
+AGAINST, INDEX = "against.html", "index.html"
 
 
 def run(*words: str) -> int:
   """Writes the page of the runs that words name, and returns the exit code."""
   try:
-    folders = _folders([*([flags.WORKDIR.value] if flags.given(flags.WORKDIR) else []), *words])
-    file = _file(folders)
+    words = [*([flags.WORKDIR.value] if flags.given(flags.WORKDIR) else []), *words]
+    folders = _folders(words)
+    file = _file(words, folders)
     runs = [run_files.read(folder) for folder in folders]
     command = flags.command_line()
-    if len(runs) == 1:
+    if len(runs) == 1 and run_files.is_run(epath.Path(words[0])):
       text = run_page.html(runs[0], command=command)
     else:
-      text = run_page.comparison(runs, command=command)
+      _write_missing_pages(runs)
+      text = run_index.html(runs, page=file, command=command)
+      print(run_index.terminal(runs, shutil.get_terminal_size((100, 24)).columns), flush=True)
     files.replace(file, text)
   except (ValueError, OSError) as error:
     return refuse(error)
@@ -33,11 +38,22 @@ def run(*words: str) -> int:
   return exit_codes.DONE
 
 
+def _write_missing_pages(runs: Sequence[run_files.Run]) -> None:
+  """Writes the page of each run that has none, so that the page of all links to it."""
+  for run in runs:
+    file = epath.Path(run.folder) / REPORT
+    if not file.exists():
+      try:
+        files.replace(file, run_page.html(run))
+      except OSError as error:
+        print(f"{file} is not written: {error}", file=sys.stderr, flush=True)
+
+
 def _folders(words: Sequence[str]) -> list[epath.Path]:
-  """Returns the workdirs that words name; a pattern, such as `runs/lr*`, names all that match.
+  """Returns the workdirs that words name: each a run, a folder of runs, or a pattern.
 
   Raises:
-    ValueError: there is none, one is given twice, or there are more than colors.
+    ValueError: there is none, or one is given twice.
   """
   if not words:
     raise ValueError("report: name a run, such as runs/dp4_tp2_lm, or several")
@@ -46,15 +62,11 @@ def _folders(words: Sequence[str]) -> list[epath.Path]:
   paths = [path for word in words for path in _matching(word)]
   if twice := [path for place, path in enumerate(paths) if path in paths[:place]]:
     raise ValueError(f"report: {twice[0]} is given twice; give each run once")
-  if len(paths) > len(SERIES):
-    raise ValueError(
-      f"report: {len(paths)} runs, and there are colors for {len(SERIES)}; leave some out"
-    )
   return paths
 
 
 def _matching(word: str) -> list[epath.Path]:
-  """Returns the workdir of this name, or those that match it in the order of their names.
+  """Returns the workdir of this name, or those in it or that match it, in the order of their names.
 
   Shells expand patterns, but not quoted ones, nor those in buckets.
 
@@ -63,7 +75,7 @@ def _matching(word: str) -> list[epath.Path]:
   """
   begins = re.search(r"[*?[]", word)
   if begins is None or epath.Path(word).exists():
-    return [epath.Path(word)]
+    return run_files.in_folder(epath.Path(word)) or [epath.Path(word)]
   parent, slash, _ = word[: begins.start()].rpartition("/")
   found = epath.Path(parent or slash or ".").glob(word[len(parent + slash) :])
   if not (runs := sorted(path for path in found if run_files.is_run(path))):
@@ -71,9 +83,11 @@ def _matching(word: str) -> list[epath.Path]:
   return runs
 
 
-def _file(folders: Sequence[epath.Path]) -> epath.Path:
+def _file(words: Sequence[str], folders: Sequence[epath.Path]) -> epath.Path:
   """Returns the file to write; raises ValueError where that is impossible."""
   if flags.HTML.value is None:
+    if len(words) == 1 and run_files.in_folder(folder := epath.Path(words[0])):
+      return folder / INDEX
     return folders[0] / (AGAINST if len(folders) > 1 else REPORT)
   file = epath.Path(flags.HTML.value)
   if file.is_dir() or not file.parent.is_dir():

@@ -137,11 +137,12 @@ VERBS = {
     jax=False,
   ),
   "report": Verb(
-    "write the page of a run, or overlay several",
-    "Writes RUN/run.html, as training does; RUN is a workdir. Several, or a pattern, are overlaid, "
-    "with the config keys that differ. --html=FILE names the file. --workdir=RUN --against=RUN "
-    "names them, too.",
-    ("report runs/dp4_tp2_lm", "report runs/one runs/two --html=runs.html", "report 'runs/lr*'"),
+    "write the page of a run, or of several with a table and their curves",
+    "Writes RUN/run.html, as training does; RUN is a workdir. Of several, a pattern or a folder of "
+    "runs it prints a table, the best first, and writes a page of it, with curves, links and the "
+    "config keys that differ. --html=FILE names the file. --workdir=RUN --against=RUN names them, "
+    "too.",
+    ("report runs/dp4_tp2_lm", "report runs/", "report runs/one runs/two --html=runs.html"),
     config="none",
     words="RUN ...",
     alone=True,

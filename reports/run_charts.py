@@ -1,11 +1,13 @@
 """Which charts the page of a run has, or one that compares runs."""
 
+import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 
 from reports import charts
 from reports.charts import Chart, Line, Mark
 from reports.run_files import Points, Run
+from runtime.forms import is_number
 from training import history
 from training.metrics import log_lines
 
@@ -67,24 +69,59 @@ def of_run(run: Run) -> list[tuple[str, Chart]]:
   return found[:MOST_CHARTS]
 
 
-def of_runs(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[str, Chart]]:
-  """Returns (name, chart) of what several runs have; a line for each run, and no marks."""
+def of_runs(
+  runs: Sequence[Run], names: Sequence[str], *, unlike: bool = False
+) -> list[tuple[str, Chart]]:
+  """Returns (name, chart) of what several runs have; a line for each run, and no marks.
+
+  Args:
+    runs: at most MOST_LINES.
+    names: of the runs.
+    unlike: whether they have different tokenizers: losses are in bits per byte.
+  """
   found = []
   for name, keys in _groups(runs):
+    if unlike and name == "eval_loss":  # is in eval_bits_per_byte
+      continue
     for key in keys[:MOST_LINES]:
-      lines = []
-      for number, run in enumerate(runs):
-        curves = curves_of(run, key)
-        if key.startswith("eval_"):
-          lines += _evaluations(names[number], curves, number)
-        else:
-          lines += [Line(names[number], points, number) for _, points in curves]
-      if lines:
-        chart = _chart(name, lines)
-        part = key.partition("/")[2]
-        title = f"{chart.title}: {part}" if part else chart.title
-        found.append((key, Chart(**{**vars(chart), "title": title})))
+      found += [(key, chart) for chart in _of_metric(key, runs, names, unlike=unlike)]
   return found[:MOST_CHARTS]
+
+
+def _of_metric(
+  key: str, runs: Sequence[Run], names: Sequence[str], *, unlike: bool
+) -> Iterable[Chart]:
+  """Yields the chart of a metric of several runs; none where no run has it."""
+  name, _, part = key.partition("/")
+  curves = [curves_of(run, key) for run in runs]
+  title = TITLES.get(name, name.replace("_", " "))
+  if unlike and key == "loss":
+    curves = [_in_bits_per_byte(run, one) for run, one in zip(runs, curves, strict=True)]
+    title += ", bits per byte"
+  joined = {one[0][0] for one in curves if one}
+  if len(joined) == 1 and (over := joined.pop()):  # in the title in place of each label
+    title += f", {over}"
+    curves = [[("", points) for _, points in one[:1]] + one[1:] for one in curves]
+  lines = []
+  for number, (label, one) in enumerate(zip(names, curves, strict=True)):
+    if key.startswith("eval_"):
+      lines += _evaluations(label, one, number)
+    else:
+      lines += [Line(label, points, number) for _, points in one]
+  if lines:
+    title += f": {part}" if part else ""
+    yield dataclasses.replace(_chart(name, lines), title=title)
+
+
+def _in_bits_per_byte(run: Run, curves: Sequence[tuple[str, Points]]) -> list[tuple[str, Points]]:
+  """Returns losses per token by the bytes of a token in the run's newest evaluation, if any."""
+  newest = run.evaluations[-1] if run.evaluations else {}
+  nats, bits = newest.get("eval_loss"), newest.get("eval_bits_per_byte")
+  if not is_number(nats) or not is_number(bits) or not nats:
+    return []
+  return [
+    (name, [(step, value * bits / nats) for step, value in points]) for name, points in curves
+  ]
 
 
 def sentence(chart: Chart) -> str:

@@ -29,6 +29,7 @@ from training.metrics import log_lines
 from training.metrics.log_lines import MOST_BYTES
 
 METRICS, CONFIG, CHECKPOINTS = "metrics.jsonl", "config.json", "checkpoints"
+TOKENIZER = "tokenizer"  # a folder of files, where the tokens are not bytes
 Points = list[tuple[float, float]]
 
 
@@ -154,6 +155,17 @@ def number(value: Any) -> float | None:
 def is_run(workdir: epath.Path) -> bool:
   """Returns whether a folder is the workdir of a run."""
   return any((workdir / name).exists() for name in (METRICS, CONFIG))
+
+
+def in_folder(folder: epath.Path) -> list[epath.Path]:
+  """Returns the workdirs in a folder that is none itself, or in its folders, by their names."""
+  if not folder.is_dir() or is_run(folder):
+    return []
+  found = []
+  for child in sorted(path for path in folder.iterdir() if path.is_dir()):
+    inside = [child] if is_run(child) else sorted(path for path in child.iterdir() if path.is_dir())
+    found += [path for path in inside if is_run(path)]
+  return found
 
 
 def read(workdir: epath.PathLike) -> Run:

@@ -1,4 +1,4 @@
-"""The page of a run, `run.html`, from the files of its workdir; or one that compares runs.
+"""The page of a run, `run.html`, from the files of its workdir.
 
 `python -m reports.run_page WORKDIR NICENESS` prints it: a training run has another process do that,
 which does not import JAX.
@@ -7,7 +7,7 @@ which does not import JAX.
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from markupsafe import Markup
@@ -39,7 +39,7 @@ ROWS = 200  # of a table of numbers
 def html(run: Run, *, command: str = "") -> str:
   """Returns the page of a run; `command` asked for it."""
   good, text = verdict(run)
-  drawn, sentences = _charts(run_charts.of_run(run))
+  drawn, sentences = drawn_charts(run_charts.of_run(run))
   return render(
     "run.html.j2",
     title=f"Run: {run.name}",
@@ -54,32 +54,6 @@ def html(run: Run, *, command: str = "") -> str:
     damaged=run.damaged,
     sections=[section for make in SECTIONS if (section := make(run)) is not None],
   )
-
-
-def comparison(runs: Sequence[Run], *, command: str = "") -> str:
-  """Returns the page that overlays runs, and lists the keys of their configs that differ."""
-  names = _names(runs)
-  drawn, sentences = _charts(run_charts.of_runs(runs, names))
-  return render(
-    "runs.html.j2",
-    title=f"Runs: {', '.join(names)}",
-    command=command,
-    runs=[
-      {"name": name, "verdict": verdict(run)[1], "folder": run.folder}
-      for name, run in zip(names, runs, strict=True)
-    ],
-    charts=drawn,
-    sentences=sentences,
-    results=_results(runs),
-    differences=run_sections.differences(runs),
-    versions=run_sections.version_differences(runs),
-  )
-
-
-def _names(runs: Sequence[Run]) -> list[str]:
-  """Returns the folders' names, or their paths where two have the same."""
-  names = [run.name for run in runs]
-  return names if len({*names}) == len(names) else [run.folder for run in runs]
 
 
 def verdict(run: Run) -> tuple[str, str]:
@@ -155,7 +129,9 @@ def _shown(value: float | None, form: str) -> str:
   return form.format(100 * value if form.endswith("%") else value)
 
 
-def _charts(found: Sequence[tuple[str, charts.Chart]]) -> tuple[list[dict[str, Any]], list[str]]:
+def drawn_charts(
+  found: Sequence[tuple[str, charts.Chart]],
+) -> tuple[list[dict[str, Any]], list[str]]:
   """Returns the charts that have a curve, and sentences in place of the others."""
   sentences = {name: run_charts.sentence(chart) for name, chart in found}
   drawn = [_drawn(name, chart) for name, chart in found if not sentences[name]]
@@ -205,24 +181,6 @@ def _numbers(run: Run) -> Iterator[dict[str, Any]]:
         [f"{one['step']:,}", *(units.plain(one.get(key, "")) for key in keys)] for one in kept
       ],
     }
-
-
-def _results(runs: Sequence[Run]) -> dict[str, Any]:
-  """Returns the table of the last values, a column for each run."""
-  rows: list[tuple[str, Callable[[Run], str]]] = [
-    ("step", lambda run: f"{run.done:,}"),
-    ("starts", lambda run: f"{len(run.starts) or ''}"),
-  ]
-  keys = dict.fromkeys(key for run in runs for key in run.keys if "/" not in key)
-  found: list[Mapping[str, float]] = [
-    {key: points[-1][1] for key in keys if (points := run.points(key))} for run in runs
-  ]
-  table = [[title, *(shown(run) for run in runs)] for title, shown in rows]
-  for key in keys:
-    table.append([key, *(units.plain(one[key]) if key in one else "" for one in found)])
-  goodput = [run.times["goodput"] if run.times else None for run in runs]
-  table.append(["goodput", *(_shown(value, "{:.1f} %") for value in goodput)])
-  return {"names": _names(runs), "rows": table}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -32,14 +32,33 @@ def test_the_page_of_a_run_and_of_several(main, two):
     (f"{one.parent}/*", f"--html={file}"),
   ):
     code, out, err = main("report", *words)
-    assert (code, err, out.split(",")[0]) == (0, "", f"wrote {file}")
+    assert (code, err) == (0, "")
+    *table, wrote = out.splitlines()
+    assert [line.split()[0] for line in table] == ["run", "one", "two"]
+    assert wrote.startswith(f"wrote {file}, ")
     pages[words] = read = Reader(file.read_text())
     assert ["seed", "3", "4"] in read.rows
     assert shlex.join(["python", "main.py", "report", *words]) in "".join(read.said)
   first, *rest = (read.rows for read in pages.values())
   assert all(rows == first for rows in rest)
   code, out, _ = main("report", str(one), f"--against={other}")
-  assert (code, out.split(",")[0]) == (0, f"wrote {one}/against.html")
+  assert code == 0
+  assert f"\nwrote {one}/against.html, " in out
+
+
+def test_a_folder_of_runs_has_an_index_with_a_link_to_each(main, tmp_path):
+  for name in ("a", "b/c", "b/d"):
+    runs.write(tmp_path / name)
+  (tmp_path / "notes").mkdir()
+  (tmp_path / "a" / "run.html").write_text("kept")
+  code, out, err = main("report", f"{tmp_path}/")
+  assert (code, err) == (0, "")
+  assert [line.split()[0] for line in out.splitlines()] == ["run", "a", "c", "d", "wrote"]
+  assert f"wrote {tmp_path}/index.html, " in out
+  read = Reader((tmp_path / "index.html").read_text())
+  assert read.links[:3] == ["a/run.html", "b/c/run.html", "b/d/run.html"]
+  assert (tmp_path / "a" / "run.html").read_text() == "kept"
+  assert "Step 40 of 60" in (tmp_path / "b" / "d" / "run.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -50,9 +69,8 @@ def test_the_page_of_a_run_and_of_several(main, two):
     (("{one}", "--against="), "a run's name is empty"),
     (("--workdir={one}", "{one}/"), "/one is given twice"),
     (("{one}", "{runs}/on?"), "/one is given twice"),
-    (("--workdir={one}", *(f"--against={n}" for n in range(8))), "9 runs, and there are colors"),
     (("{one}/none",), "/one/none does not exist"),
-    (("{one}/..",), "is not a run's folder"),
+    (("{one}/checkpoints",), "is not a run's folder"),
     (("{runs}/lr*",), "no run's workdir matches '"),
     (("{one}", "--html={one}/none/x.html"), "give a file in a folder that exists"),
     (("{one}", "--html={one}"), "give a file in a folder that exists"),

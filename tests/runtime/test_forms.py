@@ -8,6 +8,7 @@ import json
 import struct
 
 import pytest
+from etils import epath
 
 from inference import task_evaluation
 from input_pipeline.text import tokenizer, tokenizer_files
@@ -16,7 +17,7 @@ from input_pipeline.text.chat_template import load as load_template
 from input_pipeline.text.conversations import Conversation
 from interop import hf_config, hf_folder, peft_adapter, read_weights, safetensors_file
 from interop.hf_families import FAMILIES
-from reports import charts, run_files, run_page
+from reports import charts, run_files, run_index, run_page
 from runtime import files
 from tests.interop import folders
 from tests.reports import runs
@@ -318,7 +319,7 @@ def workdir(tmp_path_factory):
 
 
 @pytest.fixture
-def page(monkeypatch):
+def page(monkeypatch, tmp_path):
   """Returns the function that makes the pages of a workdir; charts are checked, and not drawn."""
 
   def drawn(chart, **_):
@@ -331,7 +332,7 @@ def page(monkeypatch):
   def make(folder):
     run = run_files.read(folder)
     run_page.html(run)
-    run_page.comparison([run])
+    run_index.html([run], page=epath.Path(tmp_path / "index.html"))
 
   return make
 
