@@ -112,7 +112,9 @@ def origins(
   """
   before = dict(config_flag.leaves(parsed))
   plain = dict(config_flag.leaves(base.get_config(parsed.argument)))
-  whys = {choice.key: f": {choice.why}" for choice in choices}
+  recipe = dict(config_flag.leaves(recipes.base(parsed.argument)))
+  whys = {choice.key: f": {choice.why}" for choice in choices if choice.of_devices}
+  derived = {choice.key: choice.why for choice in choices if not choice.of_devices}
   others = [dict(config_flag.leaves(one)) for one in elsewhere]
   found = {}
   for key, value in config_flag.leaves(final):
@@ -125,8 +127,10 @@ def origins(
         found[key] = _of_recipe(key, value, parsed.argument)
     elif key in whys or any(other.get(key, value) != value for other in others):
       found[key] = (PLATFORM, platform + whys.get(key, ""))
+    elif before.get(key, "") is None and value is not None and value == recipe.get(key):
+      found[key] = _of_recipe(key, value, parsed.argument)
     else:
-      found[key] = (DERIVED, "")
+      found[key] = (DERIVED, derived.get(key, ""))
   return found
 
 
@@ -172,7 +176,8 @@ def _text(rows: Sequence[Mapping[str, object]]) -> str:
   for row in rows:
     value = "unset" if row["value"] is None else repr(row["value"])
     assigned = f"{row['key']}={value}"
-    origin = " ".join(filter(None, (row["origin"], row["source"])))
+    between = ": " if row["origin"] == DERIVED else " "
+    origin = between.join(filter(None, (row["origin"], row["source"])))
     beside = ", ".join(filter(None, (row["unit"], origin)))
     if len(assigned) < _COLUMN and _COLUMN + len(beside) <= width:
       lines.append(f"{style.bold(assigned)}{' ' * (_COLUMN - len(assigned))}{beside}")

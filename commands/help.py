@@ -47,7 +47,10 @@ def text(argv: Sequence[str], owners: Mapping[str, Sequence[str]]) -> str:
   topics = _topics(argv)
   given = config_flag.config_values(argv, "config")
   config = config_flag.load("config", given[-1]) if given else base.get_config()
-  values = dict(config_flag.leaves(config))
+  recipe = dict(config_flag.leaves(recipes.base(config.argument)))
+  values = {
+    key: recipe.get(key) if value is None else value for key, value in config_flag.leaves(config)
+  }
   if "--helpfull" in argv:
     verbs = (_of_verb(verb, owners) for verb in VERBS)
     return "\n\n".join([_overview(), *verbs, *_all_keys(values)])

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from ml_collections import ConfigDict, config_dict
 
 from configs.keys import table
-from configs.schema import axis_tables, optimizer_checks, recipes
+from configs.schema import axis_tables, model_sizes, optimizer_checks, recipes
 
 
 def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = None) -> ConfigDict:
@@ -26,6 +26,7 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
   """
   config = recipes.base(argument or "lm")
   optimizer_checks.unset(config.optimizer)
+  model_sizes.unset(config.model)
   config.update(table.section("", argument=argument or "lm"))
   config.mesh = ConfigDict(table.section("mesh", **(mesh or {})))
   config.mesh_dcn = ConfigDict(table.section("mesh_dcn"))

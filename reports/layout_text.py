@@ -170,7 +170,9 @@ def job_text(job: Job, *, whole: bool = True) -> str:
   )
   if whole:
     return "\n".join([*lines, *chosen_lines(job)])
-  chosen = [f"{one.key}={one.value}" for one in job.choices]  # without the reasons
+  lines += derived_lines(job)
+  matter = [one for one in job.choices if one.of_devices and not one.plain]
+  chosen = [f"{one.key}={one.value}" for one in matter]  # without the reasons
   if job.compiler_defaults:
     chosen.append(f"{len(job.compiler_defaults)} compiler_options")
   chosen += [f"left out {name}, unknown here" for name in compiler_options.dropped()]
@@ -198,13 +200,24 @@ def chosen_lines(job: Job, *, compiled: bool = True) -> list[str]:
     job: whose defaults.
     compiled: whether it is compiled for its devices; a plan by formula has others in their place.
   """
-  lines = [f"chosen: {one.key}={one.value} ({one.why})" for one in job.choices]
+  lines = [
+    *derived_lines(job),
+    *(f"chosen: {one.key}={one.value} ({one.why})" for one in job.choices if one.of_devices),
+  ]
   if (options := job.compiler_defaults) and compiled:
     kind = job.mesh.devices.flat[0].device_kind
     lines.append(f"chosen: compiler_options={compiler_options.text(options)} (for {kind})")
   if refused := compiler_options.dropped():
     lines.append(f"left out, as this compiler does not know them: {', '.join(refused)}")
   return lines
+
+
+def derived_lines(job: Job) -> list[str]:
+  """Returns a line about the sizes that follow from the model's width or depth, or none."""
+  derived = [one for one in job.choices if not one.of_devices]
+  values = [f"{one.value:.4g}" if isinstance(one.value, float) else one.value for one in derived]
+  shown = [f"{one.key}={value} ({one.why})" for one, value in zip(derived, values, strict=True)]
+  return [f"derived: {', '.join(shown)}"] if shown else []
 
 
 def named_text(named: Sequence[Named], job: Job) -> str:

@@ -176,6 +176,7 @@ def of_width(config: ConfigDict, resolved: ConfigDict, width: int) -> ConfigDict
   changed = {f"model.{k}": int(resolved.model[k] * ratio) for k in _widths(resolved.model)}
   if "head_size" in resolved.model:
     changed["model.head_size"] = resolved.model.head_size
+  changed["optimizer.learning_rate"] = resolved.optimizer.learning_rate  # the same at all widths
   with config.unlocked():
     config.update_from_flattened_dict({**_CONSTANT, **changed})
   return config

@@ -28,7 +28,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.model.update(
       experts=EXPERTS,
       experts_per_token=EACH,
-      expert_feedforward_size=config.model.feedforward_size // EACH,
+      expert_feedforward_size=384 // EACH,  # so that a token passes as many as in the dense side
     )
     config.training.balance_loss = 0.01
   return config

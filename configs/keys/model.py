@@ -7,6 +7,19 @@ MOST_HEADS = 2**16  # or experts: refusals list how they can be divided
 ROTARY = "model.positions=rotary"
 LATENT, GROUPED_QUERY = "model.attention=latent", "model.attention=grouped_query"
 
+# On resume: what follows from it is compared itself.
+_DEPTH: Rows = {
+  "depth": Key(
+    0,
+    "One dial: layers = depth, model_size = 64 x depth, and what follows from these: "
+    "feedforward_size, heads, kv_heads and optimizer.learning_rate, each unless it is set. 0: off",
+    unit="layers",
+    least=0,
+    most=MOST_LAYERS,
+    resume=MAY_CHANGE,
+  ),
+}
+
 # Of mixtures of experts.
 _EXPERTS: Rows = {
   "experts_per_token": Key(2, "top-k", unit="experts"),
@@ -57,6 +70,7 @@ _EXPERTS: Rows = {
 
 DECODER: Rows = {
   "name": Key("transformer", ""),
+  **_DEPTH,
   "layers": Key(3, "transformer blocks", unit="layers", most=MOST_LAYERS),
   "model_size": Key(128, "width of the residual stream", unit="dims"),
   "feedforward_size": Key(384, "hidden width of the MLP", unit="dims"),
@@ -253,6 +267,7 @@ MLP: Rows = {
 
 VIT: Rows = {
   "name": Key("vit", ""),
+  **_DEPTH,
   "input_size": Key(Unset(int), "values per image", unit="values"),
   "channels": Key(1, "of an image: 3 of a coloured one", unit="channels"),
   "image_size": Key(Unset(int), "pixels of a side; follows from input_size", unit="pixels"),

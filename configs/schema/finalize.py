@@ -19,6 +19,7 @@ from configs.schema import (
   axis_tables,
   data_checks,
   model_checks,
+  model_sizes,
   optimizer_checks,
   recipes,
   step_checks,
@@ -39,11 +40,15 @@ class Choice:
     key: dotted.
     value: chosen.
     why: in a few words.
+    of_devices: whether it follows from platform and mesh, too, not from the config alone.
+    plain: whether it is what a program has that does nothing special for its devices.
   """
 
   key: str
   value: object
   why: str
+  of_devices: bool = True
+  plain: bool = False
 
 
 # ------------------------------ a model folder ------------------------------
@@ -170,7 +175,7 @@ def choose(config: ConfigDict, target: Target) -> tuple[Choice, ...]:
       value, why = table.with_sections(rule.value, config, target=target, tokens=tokens)
       config[section][key] = value
       if why:
-        found.append(Choice(rule.key, value, why))
+        found.append(Choice(rule.key, value, why, plain=str(value) in PLAIN))
   return tuple(found)
 
 
@@ -320,6 +325,8 @@ def _collective_matmul(
   return True, f"{part} tokens are multiplied while as many are sent"
 
 
+# Values of these keys with which nothing special is done.
+PLAIN = ("False", "1", "xla", "tiles")
 RULES = (
   Rule(
     "training.microbatches",
@@ -502,7 +509,7 @@ def with_choices(
   with config.unlocked():
     step_checks.finalize_precision(config.training, config.optimizer, accelerated)
     default(config.training, "matmul_precision", "default")
-    optimizer_checks.finalize_optimizer(config.optimizer, recipe.optimizer, config.argument)
+    followed = _by_width(config.model, config.optimizer, recipe, config.argument)
     if "folder" in config.model:
       finalize_folder(config)
     _data(config.model, config.data, config.task, accelerated)
@@ -522,7 +529,26 @@ def with_choices(
         tables.activations.residual_sequence = (*given, "tensor")
     for name in tables.parameters:
       default(tables.optimizer, name, tables.parameters[name])
-  return config, choices
+  return config, (*followed, *choices)
+
+
+def _by_width(
+  model: ConfigDict, optimizer: ConfigDict, recipe: ConfigDict, argument: str
+) -> list[Choice]:
+  """Fills in the sizes of the model, and the keys of the optimizer that have the recipe's values.
+
+  Returns:
+    What is not the recipe's, as model.depth, model.model_size or model.heads was set.
+  """
+  found = {
+    f"model.{key}": one for key, one in model_sizes.finalize_sizes(model, recipe.model).items()
+  }
+  rule, unset = optimizer_row(optimizer.name).width_rule, optimizer.learning_rate is None
+  factor, why = model_sizes.rate_factor(model, recipe.model, rule)
+  optimizer_checks.finalize_optimizer(optimizer, recipe.optimizer, argument, factor)
+  if unset and why:
+    found["optimizer.learning_rate"] = (optimizer.learning_rate, why)
+  return [Choice(key, value, why, of_devices=False) for key, (value, why) in found.items()]
 
 
 def _schedule(

@@ -25,13 +25,16 @@ def unset(optimizer: ConfigDict) -> None:
     optimizer[key] = config_dict.placeholder(kind)
 
 
-def finalize_optimizer(keys: ConfigDict, recipe: ConfigDict, argument: str) -> None:
+def finalize_optimizer(
+  keys: ConfigDict, recipe: ConfigDict, argument: str, factor: float = 1.0
+) -> None:
   """Fills in the derived keys; `keys` is unlocked.
 
   Args:
     keys: the section `optimizer` as parsed, with overrides.
     recipe: that of the recipe.
     argument: which recipe, as given.
+    factor: of the learning rate, for the width of the model.
   """
   row = optimizer_row(keys.name)
   scale = row.default if recipe.name == "adamw" else DefaultScale()
@@ -39,7 +42,7 @@ def finalize_optimizer(keys: ConfigDict, recipe: ConfigDict, argument: str) -> N
   if row.lm_rate is not None and _is_lm(argument):
     rate = row.lm_rate
   values = {
-    "learning_rate": rate,
+    "learning_rate": rate and rate * factor,
     "weight_decay": recipe.weight_decay * scale.decay,
     "schedule": row.schedule or recipe.schedule,
   }

@@ -98,7 +98,11 @@ def test_a_preset():
   assert keys["model.layers"] == keys["data.sequence_length"] == ("preset", "llama3_8b")
   assert keys["model.dropout_rate"] == keys["data.shuffle"] == ("default", "")
   assert keys["training.steps"] == ("recipe", "lm")
-  assert keys["optimizer.learning_rate"] == ("derived", "")
+  assert keys["optimizer.learning_rate"] == ("preset", "llama3_8b")
+  keys = found("lm", {"model.model_size": 256, "model.kv_heads": 2})
+  assert keys["model.heads"] == keys["model.layers"] == ("recipe", "lm")
+  assert keys["model.feedforward_size"] == ("derived", "3 x model_size")
+  assert keys["model.kv_heads"] == ("override", "")
 
 
 def test_a_recipe_with_other_data():

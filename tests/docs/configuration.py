@@ -11,6 +11,7 @@ from commands import config_flag
 from configs import base
 from configs.keys import table
 from configs.keys.row import ACCEPT, MAY_CHANGE, REFUSED
+from configs.schema import recipes
 from tests.docs.pages import ROOT
 
 PAGE = ROOT / "docs" / "configuration.md"
@@ -91,7 +92,9 @@ def page() -> str:
 @functools.cache
 def defaults(recipe: str) -> Mapping[str, object]:
   """Returns dotted key -> default of a recipe; None where it is derived."""
-  return {key: section[name] for key, section, name in config_flag.keys(base.get_config(recipe))}
+  sizes = {f"model.{key}": value for key, value in recipes.base(recipe).model.items()}
+  found = config_flag.leaves(base.get_config(recipe))
+  return {key: sizes.get(key) if value is None else value for key, value in found}
 
 
 def row(key: str, values: Mapping[str, object]) -> str:

@@ -1,5 +1,8 @@
 """The layout as text: one strategy, and two side by side."""
 
+import dataclasses
+
+from configs.schema.finalize import Choice
 from partitioning.rules import Dim
 from reports import layout_text
 from tests.helpers.jobs import make_job
@@ -115,3 +118,15 @@ def test_the_stages_of_ramps_are_listed():
   assert "steps 1 to 5: 16 rows of 6 tokens\nsteps 6 to 7: 32 rows of 6 tokens\n" in text
   assert "steps 8 to 9: 16 rows of 12 tokens\n" in text
   assert "steps 1 to" not in layout_text.job_text(make_job("dp8", "lm"), whole=False)
+
+
+def test_a_start_says_what_was_derived_and_those_choices_that_do_something():
+  job = make_job("single", "lm")
+  sized = Choice("optimizer.learning_rate", 8e-3 / 3, "a third", of_devices=False)
+  plain = Choice("training.attention_kernel", "xla", "rows are short", plain=True)
+  job = dataclasses.replace(job, choices=(sized, plain, Choice("training.loss_chunks", 4, "why")))
+  short, whole = (layout_text.job_text(job, whole=whole).splitlines() for whole in (False, True))
+  derived = "derived: optimizer.learning_rate=0.002667 (a third)"
+  assert short[-2:] == [derived, "chosen: training.loss_chunks=4"]
+  assert derived in whole
+  assert "chosen: training.attention_kernel=xla (rows are short)" in whole

@@ -155,7 +155,7 @@ def test_widths_are_in_proportion_and_heads_stay_as_large():
   sizes = ("model_size", "feedforward_size", "heads", "kv_heads", "head_size")
   assert [wider.model[key] for key in sizes] == [320, 960, 20, 10, 16]
   assert (wider.optimizer.schedule, wider.optimizer.warmup_steps) == ("constant", 0)
-  assert config.model.model_size == 128  # is left as it was
+  assert config.model.model_size is None  # is left as it was
 
 
 def test_the_widths_by_default():

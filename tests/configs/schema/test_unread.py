@@ -136,6 +136,7 @@ SECTIONS = ("model", "training", "optimizer", "partitioning")
 # Read by the loop, or before a job is prepared.
 ELSEWHERE = {
   *table.needing("mesh.stage"),  # where that is set; refused where it is not
+  "model.depth",  # becomes sizes
   "model.global_every",  # where model.window is set; refused where it is not
   *table.needing("model.experts"),  # where that is set; refused where it is not
   "model.expert_feedforward_size",
