@@ -5,9 +5,10 @@ Importing this imports matplotlib, so a training run does not: its page is made 
 
 import dataclasses
 import io
+import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import matplotlib
 from markupsafe import Markup, escape
@@ -30,7 +31,7 @@ _VARIABLES = {
 NARROW, WIDE, HEIGHT = 4.5, 9.2, 2.4
 SMALLEST_SHARE = 0.01
 _STEPS = (1, 2, 2.5, 5, 10)  # multiples that an axis takes
-_MARGINS = (0.55, 0.12, 0.42, 0.1)  # left, right, bottom, top
+_MARGINS = (0.62, 0.12, 0.42, 0.1)  # left, right, bottom, top
 POINTS = 400  # of a line; see `thinned`
 FEW = 100  # points of a line up to which it is never faint
 LOGARITHMIC = 30.0  # largest over smallest value from which on an axis is logarithmic
@@ -125,8 +126,23 @@ def thinned(
   return [*kept, last]
 
 
+def data(chart: Chart) -> Markup:
+  """Returns the points of a chart as JSON, as templates/charts.js takes them."""
+  lines = [
+    {
+      **{"label": line.label, "color": line.color % len(SERIES), "joined": line.joined},
+      **{"dotted": line.dotted or not line.joined, "faint": _is_faint(line)},
+      "points": [[x, float(f"{y:.6g}")] for x, y in thinned(line.points)],
+    }
+    for line in chart.lines
+  ]
+  marks = [[mark.step, mark.text] for mark in chart.marks]
+  values = {"lines": lines, "marks": marks, "percent": chart.percent}
+  return Markup(json.dumps(values, separators=(",", ":")).replace("<", "\\u003c"))
+
+
 def svg(chart: Chart, *, name: str, wide: bool = False) -> Markup:
-  """Returns a chart as an SVG element for a page.
+  """Returns a chart as an SVG element for a page; its attributes say where its axes are.
 
   Args:
     chart: with finite values.
@@ -145,9 +161,23 @@ def svg(chart: Chart, *, name: str, wide: bool = False) -> Markup:
     for number, mark in enumerate(chart.marks):
       _mark(axes, mark, f"mark{number}")
     _scale(axes, chart)
+    box = [72 * inches for inches in (left, top, width - left - right, HEIGHT - bottom - top)]
+    ends = (*axes.get_xlim(), *axes.get_ylim())
+    where = {"name": name, "log": str(int(axes.get_yscale() == "log"))}
+    where |= {"box": _numbers(box), "range": _numbers(ends)}
   titles = {f"line{number}": line.label for number, line in enumerate(chart.lines)}
   titles |= {f"mark{number}": mark.text for number, mark in enumerate(chart.marks)}
-  return for_page(figure, chart.title, name, titles)
+  drawn = for_page(figure, chart.title, name, titles)
+  texts = (Markup(' data-{}="{}"').format(key, value) for key, value in where.items())
+  return drawn.replace("<svg", Markup("<svg") + Markup("").join(texts), 1)
+
+
+def _numbers(values: Iterable[float]) -> str:
+  return " ".join(f"{value:.10g}" for value in values)
+
+
+def _is_faint(line: Line) -> bool:
+  return line.faint and min(len(line.points), POINTS) > FEW
 
 
 _METADATA = ("Creator", "Date", "Format", "Type")
@@ -156,7 +186,7 @@ _METADATA = ("Creator", "Date", "Format", "Type")
 def _draw(axes: Axes, line: Line, gid: str) -> None:
   xs, ys = zip(*thinned(line.points), strict=True)
   alone = len(xs) == 1
-  faint = line.faint and len(xs) > FEW
+  faint = _is_faint(line)
   axes.plot(
     xs,
     ys,

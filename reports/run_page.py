@@ -143,6 +143,7 @@ def _drawn(name: str, chart: charts.Chart) -> dict[str, Any]:
   prefix = f"chart-{''.join(c if c.isalnum() else '-' for c in name)}"
   drawn: dict[str, Any] = {
     "title": chart.title,
+    "data": charts.data(chart),
     "narrow": charts.svg(chart, name=prefix),
     "lines": _legend(chart.lines) if len(chart.lines) > 1 else [],
     "wide": Markup(""),
@@ -156,12 +157,17 @@ def _legend(lines: Sequence[charts.Line]) -> list[dict[str, Any]]:
   """Returns label, color and shape of each line; of diamonds in several colors one for all."""
   apart = {line.color for line in lines if not line.joined}
   found = [
-    {"label": line.label, "color": line.color % len(charts.SERIES), "joined": line.joined}
-    for line in lines
+    {
+      **{"label": line.label, "color": line.color % len(charts.SERIES)},
+      **{"joined": line.joined, "numbers": [number]},
+    }
+    for number, line in enumerate(lines)
     if line.joined or len(apart) == 1
   ]
   if len(apart) > 1:
-    found.append({"label": "evaluated on other examples", "color": None, "joined": False})
+    numbers = [number for number, line in enumerate(lines) if not line.joined]
+    other = {"label": "evaluated on other examples", "color": None, "joined": False}
+    found.append({**other, "numbers": numbers})
   return found
 
 

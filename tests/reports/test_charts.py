@@ -1,5 +1,6 @@
 """Charts: their lines are the numbers, no spike is lost, and nothing in them is from outside."""
 
+import json
 import re
 
 import numpy as np
@@ -24,6 +25,31 @@ def test_a_line_has_the_proportions_of_its_values():
     scale = (pixels[-1] - pixels[0]) / (values[-1] - values[0])
     assert sign * scale > 0
     np.testing.assert_allclose(pixels - pixels[0], scale * (values - values[0]), atol=1e-3)
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_the_script_is_told_the_points_and_where_their_axes_are(logarithmic):
+  """What charts.js computes from its data and the attributes is what matplotlib has drawn."""
+  points = [(1, 4.0), (2, 0.01), (5, 3.0), (9, 2.5)]
+  lines = [Line("<a>", points, 2, dotted=True), Line("b", [(9, 1.0)], 10, joined=False)]
+  chart = Chart("loss", lines, [Mark("bad", 5, "b")], logarithmic=logarithmic)
+  text = str(charts.data(chart))
+  assert "<" not in text
+  data = json.loads(text)
+  assert data["marks"] == [[5, "b"]]
+  assert [(one["label"], one["color"], one["joined"]) for one in data["lines"]] == [
+    ("<a>", 2, True),
+    ("b", 2, False),
+  ]
+  svg = charts.svg(chart, name="n")
+  where = {key: re.search(rf'data-{key}="([^"]*)"', svg)[1] for key in ("box", "range", "log")}
+  left, top, width, height = map(float, where["box"].split())
+  x0, x1, y0, y1 = map(float, where["range"].split())
+  assert where["log"] == str(int(logarithmic))
+  of = np.log if logarithmic else np.asarray
+  x, y = np.array(data["lines"][0]["points"]).T
+  places = left + (x - x0) / (x1 - x0) * width, top + (of(y1) - of(y)) / (of(y1) - of(y0)) * height
+  np.testing.assert_allclose(path(svg, "n-line0"), np.transpose(places), atol=2e-3)
 
 
 def test_thinning_keeps_ends_and_extremes():
