@@ -49,7 +49,7 @@ ARROWS = {
   "runtime": {"partitioning"},
   "partitioning": set(),
 }
-NOT_PACKAGES = {"tests", "benchmarks", "locks"}
+NOT_PACKAGES = {"tests", "benchmarks", "examples", "locks"}
 NAMES = {*ARROWS, *NOT_PACKAGES}
 
 parsed = functools.cache(ast.parse)  # each file of the tree once, for all checks

@@ -7,7 +7,7 @@ import ml_collections
 import numpy as np
 import pytest
 
-from input_pipeline import row_source, tfds_documents
+from input_pipeline import order, row_source, tfds_documents
 from tests.input_pipeline.damage import IMAGES, LENGTH, ROWS
 from tests.input_pipeline.writing import write
 
@@ -28,6 +28,13 @@ _DATA = {
   "tokenizer": "bytes",
   "packing": "concatenate",
 }
+
+
+@pytest.fixture(autouse=True)
+def _two_ways_to_shuffle(monkeypatch):
+  """Has both ways at sizes that are quick; the second is for more than a million rows."""
+  monkeypatch.setattr(order, "_WHOLE_EPOCH_ROWS", 2**16)
+
 
 DOCUMENTS = [
   b"alpha beta\n",
