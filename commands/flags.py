@@ -28,6 +28,13 @@ def _of(verbs: str, flag: flags.FlagHolder) -> flags.FlagHolder:
   return flag
 
 
+class _SwitchOrFile(flags.ArgumentParser):
+  """Reads `--json` and `--json=FILE`: True, False or the file's name."""
+
+  def parse(self, argument: str | bool) -> str | bool:
+    return {"true": True, "false": False}.get(argument, argument)
+
+
 _text, _texts, _list = flags.DEFINE_string, flags.DEFINE_multi_string, flags.DEFINE_list
 _number, _bool, _config = flags.DEFINE_integer, flags.DEFINE_bool, config_flags.DEFINE_config_file
 _OF_RUNS = "train evaluate sample export layout compare plan search doctor report replay"
@@ -61,7 +68,7 @@ DTYPE = _of(
   "export",
   _text("dtype", None, "Of the weights; that of the model they came from, or the parameters'."),
 )
-HTML = _of("layout report", _text("html", None, "The file for the page."))
+HTML = _of("layout report check", _text("html", None, "The file for the page."))
 AGAINST = _of(
   "layout compare",
   _config("against", None, "The other config."),
@@ -93,7 +100,15 @@ COMPILATIONS = _of(
   _number("compilations", 6, "The most settings that are compiled on each topology; 0: none."),
 )
 PRICE = _of("search", _texts("price", [], "CHIP=PRICE per chip-hour, such as v5p=4.2; repeatable."))
-JSON = _of("config", _bool("json", False, "Print JSON."))
+JSON = _of(
+  "config check",
+  flags.DEFINE(_SwitchOrFile(), "json", False, "Print JSON; check: the file for it.", boolean=True),
+)
+MESH = _of(
+  "check", _texts("mesh", [], "Sizes of axes, data=2,tensor=4; 1: one device; repeatable.")
+)
+ONLY = _of("check", _text("only", "", "Some of the checks, separated by commas."))
+ATTACHED = _of("check", _bool("attached", False, "On the devices at hand, not on simulated ones."))
 CHAPTER = _of("tour", _text("chapter", None, "One chapter instead of all."))
 PROMPT = _of("sample", _texts("prompt", [], "A text to continue; repeatable."))
 PROMPT_FILE = _of("sample", _text("prompt_file", None, "A file with a prompt per line."))

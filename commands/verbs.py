@@ -148,6 +148,18 @@ VERBS = {
     alone=True,
     jax=False,
   ),
+  "check": Verb(
+    "check a train step of any JAX program",
+    "FILE.py defines program(mesh), from the sizes of the mesh axes to a checks.Program. It is "
+    "compiled and run on simulated devices on each --mesh (or its MESHES): what is replicated, "
+    "whether the numbers are the same on every mesh, its collectives, which positions see which, "
+    "and what must not change them. --only=equality,leaks runs some of the checks; --json=FILE and "
+    "--html=FILE write the findings. Exit code 3: something is wrong.",
+    ("check step.py --mesh=1 --mesh=data=2,tensor=4", "check step.py --html=check.html"),
+    config="none",
+    words="FILE.py",
+    alone=True,
+  ),
   "completion": Verb(
     "print the completion for bash, zsh or fish",
     "Completes verbs, flags, config files with their recipes, config keys and their values. For "

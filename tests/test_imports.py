@@ -13,7 +13,8 @@ ARROWS = {
   # The entrypoint. `processes` and `runtime`: what must happen before anything slow is imported.
   "main": {"commands", "processes", "runtime"},
   "commands": {
-    *("configs", "inference", "input_pipeline", "interop", "models", "partitioning", "planning"),
+    *("checks", "configs", "inference", "input_pipeline", "interop", "models", "partitioning"),
+    "planning",
     *("processes", "reports", "reports.tour", "runtime", "training", "training.checkpointing"),
   },
   # The chapters of the tour: small examples by the project's own parts.
@@ -42,6 +43,8 @@ ARROWS = {
   # Files of one checkpoint; what is saved and when is its parent's.
   "training.checkpointing": {"configs.keys", "processes", "runtime"},
   "input_pipeline": {"runtime"},
+  # It serves other frameworks: of ours, it reads compiled programs alone.
+  "checks": {"runtime"},
   # The processes of a run.
   "processes": {"runtime"},
   # This process: its devices and what they can do, its files, its compiled programs. Of

@@ -1,0 +1,78 @@
+"""`python -m checks FILE.py`: checks the train step that a file gives.
+
+Exit codes: 0 nothing was found; 3 something is wrong; 2 refused: the file gives no program, or an
+option is wrong; 1 the program itself failed.
+"""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+from checks import equality, page, report
+from checks.case import Case
+from checks.program import given, load, parse_sizes
+
+CHECKS: dict[str, Callable[[Sequence[Case]], list[report.Outcome]]] = {
+  "equality": equality.check,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Checks a file, and returns the exit code."""
+  try:
+    options = _parser().parse_args(argv)
+  except SystemExit as error:  # of argparse, after its message
+    return report.REFUSED if error.code else report.NOTHING
+  try:
+    chosen = _chosen(options.only)
+    sizes = [parse_sizes(text) for text in options.mesh]
+    for file in filter(None, (options.json, options.html)):
+      if not pathlib.Path(file).resolve().parent.is_dir():
+        raise ValueError(f"{file}: its folder does not exist")
+    program, meshes = load(options.file, sizes, attached=options.attached)
+    cases = [Case(given(program, one)) for one in meshes]
+  except ValueError as error:
+    if options.debug:
+      raise
+    print(f"refused: {error}", file=sys.stderr)
+    return report.REFUSED
+  outcomes = [outcome for name in chosen for outcome in CHECKS[name](cases)]
+  found = report.Report(options.file, outcomes)
+  print(report.text(found))
+  if options.json:
+    pathlib.Path(options.json).write_text(report.as_json(found))
+  if options.html:
+    pathlib.Path(options.html).write_text(page.html(found))
+  return found.exit_code
+
+
+def _chosen(only: str) -> list[str]:
+  names = [name for name in only.split(",") if name] or list(CHECKS)
+  if unknown := [name for name in names if name not in CHECKS]:
+    raise ValueError(f"--only={only}: there is no {unknown[0]}; there are {', '.join(CHECKS)}")
+  return names
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser("checks", description=__doc__.partition("\n")[0])
+  parser.add_argument("file", metavar="FILE.py", help="it defines program(mesh)")
+  parser.add_argument(
+    "--mesh",
+    action="append",
+    default=[],
+    help="sizes of the mesh axes, data=2,tensor=4; 1 is one device; repeatable, instead of the "
+    "file's MESHES; the first is what the others are compared with",
+  )
+  parser.add_argument("--only", default="", help=f"some of the checks: {','.join(CHECKS)}")
+  parser.add_argument("--json", help="write the findings as JSON to this file")
+  parser.add_argument("--html", help="write the page to this file")
+  parser.add_argument(
+    "--attached", action="store_true", help="run on the devices at hand, not on simulated ones"
+  )
+  parser.add_argument("--debug", action="store_true", help="show the traceback of a refusal")
+  return parser
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,204 @@
+"""A program on one mesh: its arrays, its compiled step and what the compiler said of it."""
+
+import contextlib
+import functools
+import os
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from checks.program import Description, Program, text_of
+
+# jax.experimental.enable_x64 until jax 0.8.
+x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+SEED = 0
+
+
+class Case:
+  """What the checks share of a program on one mesh; each part is made when first asked for."""
+
+  def __init__(self, program: Program):
+    """Takes a program; it places nothing yet."""
+    self.program = program
+    self.name = text_of(dict(program.mesh.shape))
+
+  @property
+  def describe(self) -> Description:
+    return self.program.describe
+
+  @functools.cached_property
+  def start(self) -> Any:
+    """The initial state on the host, as this mesh makes it."""
+    return to_host(self.program.state(SEED))
+
+  def batch(self, number: int) -> Any:
+    """Returns a batch on the host."""
+    return to_host(self.program.batch(SEED + number))
+
+  @functools.cached_property
+  def rows(self) -> Any:
+    """The first batch, on the host."""
+    return self.batch(0)
+
+  @functools.cached_property
+  def shardings(self) -> tuple[Any, Any]:
+    """The shardings of state and batch, one for each leaf."""
+    state, batch = self.program.in_shardings
+    return self._filled(state, self.start), self._filled(batch, self.rows)
+
+  def _filled(self, prefix: Any, tree: Any) -> Any:
+    mesh = self.program.mesh
+
+    def named(sharding: Any, below: Any) -> Any:
+      if not isinstance(sharding, Sharding):
+        sharding = NamedSharding(mesh, sharding or PartitionSpec())
+      return jax.tree.map(lambda _: sharding, below)
+
+    leaf = lambda x: x is None or isinstance(x, Sharding | PartitionSpec)  # noqa: E731
+    return jax.tree.map(named, prefix, tree, is_leaf=leaf)
+
+  def place(self, state: Any = None, batch: Any = None) -> tuple[Any, Any]:
+    """Returns state and batch on the devices: the given ones, or the first.
+
+    Raises:
+      ValueError: a sharding that does not fit its array; the message names the leaf.
+    """
+    trees = (self.start if state is None else state, self.rows if batch is None else batch)
+    return tuple(
+      jax.tree.map(to_devices, tree, placed)
+      for tree, placed in zip(trees, self.shardings, strict=True)
+    )
+
+  def jitted(self, step: Callable | None = None, *, out: bool = True) -> Any:
+    """Returns a step compiled for this mesh, that leaves its arguments alone.
+
+    Args:
+      step: instead of the program's own.
+      out: whether it returns (state, metrics), and the state is to stay as it is sharded.
+    """
+    chosen = self.program.step if step is None else step
+    placed = {"out_shardings": (self.shardings[0], None)} if out else {}
+    # In a function of its own, so that the donation of a step that is jitted already is off.
+    return jax.jit(lambda s, b: chosen(s, b), in_shardings=self.shardings, **placed)
+
+  @functools.cached_property
+  def compiled(self) -> "Compiled":
+    """The step as a trainer would run it: with the state donated."""
+    step = self.program.step
+    if not hasattr(step, "lower"):
+      donated = {"donate_argnums": 0} if self.describe.donated else {}
+      outputs = (self.shardings[0], None)
+      step = jax.jit(step, in_shardings=self.shardings, out_shardings=outputs, **donated)
+    arguments = self.place()
+    with warnings.catch_warnings(record=True) as warned, standard_error() as said:
+      warnings.simplefilter("always")
+      compiled = step.lower(*arguments).compile()
+      text = said()
+    return Compiled(compiled, [str(one.message) for one in warned], text)
+
+
+class Compiled:
+  """A compiled step, the warnings of JAX and the words of XLA while it was compiled."""
+
+  def __init__(self, compiled: Any, warned: list[str], said: str):
+    self.compiled, self.warned, self.said = compiled, warned, said
+
+  @functools.cached_property
+  def text(self) -> str:
+    return self.compiled.as_text()
+
+
+@contextlib.contextmanager
+def standard_error() -> Iterator[Callable[[], str]]:
+  """Keeps what is written to the process' standard error, also by C++, and writes it at the end."""
+  sys.stderr.flush()
+  before = os.dup(2)
+  with tempfile.TemporaryFile() as file:
+    os.dup2(file.fileno(), 2)
+
+    def written() -> str:
+      sys.stderr.flush()
+      file.seek(0)
+      return file.read().decode(errors="replace")
+
+    try:
+      yield written
+    finally:
+      text = written()
+      os.dup2(before, 2)
+      os.close(before)
+      sys.stderr.write(text)
+
+
+# ---- Trees ----
+
+
+def is_key(leaf: Any) -> bool:
+  return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def to_host(tree: Any) -> Any:
+  """Returns the arrays of a tree on the host; typed random keys stay as they are."""
+  return jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), tree)
+
+
+def to_devices(leaf: Any, sharding: Sharding) -> jax.Array:
+  # A copy, so that nothing that reuses its buffer changes the one on the host.
+  return jax.device_put(leaf if is_key(leaf) else np.array(leaf), sharding)
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+  """Returns path -> leaf: `params/layers/up`."""
+  found = jax.tree_util.tree_flatten_with_path(tree)[0]
+  return {path_text(path): leaf for path, leaf in found}
+
+
+def path_text(path: Any) -> str:
+  keys = (re.sub(r"^[\['.]+|['\]]+$", "", str(key)) for key in path)
+  return "/".join(keys) or "value"
+
+
+def replaced(tree: Any, name: str, value: Any) -> Any:
+  """Returns a tree with another leaf; `name` is its path.
+
+  Raises:
+    ValueError: it has no such leaf.
+  """
+  leaves = named_leaves(tree)
+  if name not in leaves:
+    raise ValueError(f"describe names the leaf {name!r}; there are {', '.join(leaves)}")
+  values = [value if key == name else leaf for key, leaf in leaves.items()]
+  return jax.tree.unflatten(jax.tree.structure(tree), values)
+
+
+def leaf_of(tree: Any, name: str) -> Any:
+  """Returns the leaf of a path. Raises ValueError if there is none."""
+  leaves = named_leaves(tree)
+  if name not in leaves:
+    raise ValueError(f"describe names the leaf {name!r}; there are {', '.join(leaves)}")
+  return leaves[name]
+
+
+def is_float(leaf: Any) -> bool:
+  return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def axes_of(sharding: Sharding, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> set[str]:
+  """Returns the mesh axes along which an array is cut; along the others it is replicated."""
+  places = sharding.devices_indices_map(shape)
+  grid = np.empty(mesh.devices.shape, object)
+  for position, device in np.ndenumerate(mesh.devices):
+    grid[position] = str(places[device]) if device in places else ""
+  return {
+    axis
+    for dim, axis in enumerate(mesh.axis_names)
+    if mesh.shape[axis] > 1 and (grid != np.take(grid, [0], axis=dim)).any()
+  }

@@ -1,0 +1,72 @@
+"""The command: its text, its files and its exit codes."""
+
+import json
+
+import pytest
+
+from checks.__main__ import main
+
+GIVES = """
+from tests.checks import decoder
+
+MESHES = [{{}}, decoder.MESH]
+
+def program(mesh):
+  return decoder.program(mesh, *{bugs})
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+  """Returns what writes a file with a program."""
+
+  def write(*bugs):
+    path = tmp_path / "its_step.py"
+    path.write_text(GIVES.format(bugs=bugs))
+    return str(path)
+
+  return write
+
+
+def test_findings_exit_with_3_and_are_written(file, tmp_path, capsys):
+  found, page = tmp_path / "found.json", tmp_path / "found.html"
+  words = [file("init_by_mesh"), "--attached", "--only=equality", f"--json={found}"]
+  assert main([*words, f"--html={page}"]) == 3
+  out = capsys.readouterr().out
+  assert "1. equality, fsdp=2 x tensor=2: 7 of 8 leaves start with other values" in out
+  assert out.endswith("1 finding\n")
+  content = json.loads(found.read_text())
+  assert content["exit_code"] == 3
+  [finding] = content["findings"]
+  assert finding["numbers"]["relative difference"] > 1
+  shown = page.read_text()
+  assert "1. 7 of 8 leaves start with other values" in shown
+  assert "its_step.py" in shown
+  assert "http" not in shown
+
+
+@pytest.mark.parametrize(
+  ("source", "words", "message"),
+  [
+    ("x = 1", (), "does not define program(mesh)"),
+    ("1 / 0", (), "cannot be imported: ZeroDivisionError"),
+    ("def program(mesh): raise ValueError('no')", ("--mesh=1", "--mesh=data=2"), "ValueError: no"),
+    ("def program(mesh): pass", ("--mesh=1",), "two meshes or more"),
+    ("def program(mesh): pass", ("--mesh=1", "--mesh=data=64"), "64 devices, and there are 8"),
+    ("def program(mesh): pass", (), "returns a NoneType, not a checks.Program"),
+    ("", ("--mesh=data",), "write axes with sizes"),
+    ("", ("--only=speed",), "there is no speed; there are"),
+    ("", ("--json=no/such/file",), "its folder does not exist"),
+  ],
+)
+def test_what_is_no_program_is_refused(source, words, message, tmp_path, capsys):
+  path = tmp_path / "its_step.py"
+  path.write_text(source)
+  assert main([str(path), "--attached", *words]) == 2
+  assert message in capsys.readouterr().err
+
+
+def test_no_file_is_refused(capsys):
+  assert main(["no_such_file.py"]) == 2
+  assert "no_such_file.py: no such file" in capsys.readouterr().err
+  assert main([]) == 2
