@@ -334,7 +334,8 @@ class Experts(nnx.Module):
       found[f"{name}/kernel"] = f"E{inputs}{outputs}"
       if spec.expert_biases:
         found[f"{name}/bias"] = f"E{outputs}"
-    return found | (under("shared", MLP.dims(spec, "W")) if spec.shared_feedforward_size else {})
+    shared = MLP.kernel_dims(spec, "W") if spec.shared_feedforward_size else {}
+    return found | under("shared", shared)
 
   def __call__(
     self, x_BRD: Float[Array, "B R D"], rows: Rows

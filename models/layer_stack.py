@@ -18,38 +18,23 @@ from jaxtyping import Array, Float, Int, Key
 
 from models import activations
 from models.attention import (
-  BidirectionalAttention,
   Cache,
-  GroupedQueryAttention,
   LatentCache,
+  attention_class,
   cache_layer,
   of_layers,
   per_layer,
   set_cache_layer,
 )
-from models.layers import MLP, Norm, dropout, named, rematerialized
+from models.layers import MLPS, NORMS, dropout, named, rematerialized
 from models.losses import Sums
 from models.positions import Layer, Rows
-from models.spec import LATENT_ATTENTION, LAYERS, RESIDUAL, LayersSpec, under
+from models.spec import LAYERS, RESIDUAL, LayersSpec, under
 from partitioning.dtypes import scaled
 from partitioning.parallel.pipeline_schedule import stages_of
 from runtime.layer_kinds import is_sparse
 
 # ------------------------------ one layer ------------------------------
-
-
-def _latent_attention() -> type[nnx.Module]:
-  from models.latent_attention import LatentAttention  # of such models alone
-
-  return LatentAttention
-
-
-# By `model.attention`: what returns the class.
-ATTENTION: dict[str, Callable[[], type[nnx.Module]]] = {
-  "grouped_query": lambda: GroupedQueryAttention,
-  "bidirectional": lambda: BidirectionalAttention,
-  LATENT_ATTENTION: _latent_attention,
-}
 
 
 class Block(nnx.Module):
@@ -66,22 +51,22 @@ class Block(nnx.Module):
       rngs: draws them.
       stack: how their names begin. Of a model with experts the layers in `dense_layers/` have none.
     """
-    self.spec = spec
+    self.spec, norm = spec, NORMS[spec.norm]
     if spec.pre_norms:
-      self.attention_norm = Norm(f"{stack}attention_norm", spec)
-    self.attention = ATTENTION[spec.attention]()(spec, rngs=rngs, name=f"{stack}attention")
+      self.attention_norm = norm(f"{stack}attention_norm", spec)
+    self.attention = attention_class(spec)(spec, rngs=rngs, name=f"{stack}attention")
     if spec.pre_norms:
-      self.mlp_norm = Norm(f"{stack}mlp_norm", spec)
+      self.mlp_norm = norm(f"{stack}mlp_norm", spec)
     self.sparse = spec.experts > 0 and stack == LAYERS
     if self.sparse:
       from models.experts import Experts  # of such models alone
 
       self.experts = Experts(spec, rngs=rngs)
     else:
-      self.mlp = MLP(spec, rngs=rngs, name=f"{stack}mlp")
+      self.mlp = MLPS[spec.mlp](spec, rngs=rngs, name=f"{stack}mlp")
     if spec.post_norms:
-      self.attention_post_norm = Norm(f"{stack}attention_post_norm", spec)
-      self.mlp_post_norm = Norm(f"{stack}mlp_post_norm", spec)
+      self.attention_post_norm = norm(f"{stack}attention_post_norm", spec)
+      self.mlp_post_norm = norm(f"{stack}mlp_post_norm", spec)
 
   @staticmethod
   def dims(spec: LayersSpec, stack: str = LAYERS) -> dict[str, str]:
@@ -91,8 +76,9 @@ class Block(nnx.Module):
 
       feedforward = under("experts", Experts.dims(spec))
     else:
-      feedforward = under("mlp", MLP.dims(spec) | MLP.bias_dims(spec))
-    attention, norm = under("attention", ATTENTION[spec.attention]().dims(spec)), Norm.dims(spec)
+      feedforward = under("mlp", MLPS[spec.mlp].dims(spec))
+    attention = under("attention", attention_class(spec).dims(spec))
+    norm = NORMS[spec.norm].dims(spec)
     found = {}
     for part, rows in (("attention", attention), ("mlp", feedforward)):
       found |= under(f"{part}_norm", norm) if spec.pre_norms else {}

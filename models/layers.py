@@ -36,6 +36,7 @@ from partitioning.parallel.matmuls import (
 from partitioning.parallel.sharded_function import GATHERED
 from partitioning.parallel.vocabulary import vocab_parallel_embedding
 from partitioning.rules import HOST
+from runtime.extensions import Table
 from runtime.rematerialization import LAYER_INPUT, NAMES, OFFLOAD, RECOMPUTE, SAVE, parse
 
 # ------------------------------ rematerialization ------------------------------
@@ -219,7 +220,7 @@ def _differentiated_once(function: Callable[[Array], Array]) -> Callable[[Array]
   return found
 
 
-ACTIVATIONS = {
+_ACTIVATIONS = {
   "silu": jax.nn.silu,
   "gelu": _differentiated_once(functools.partial(jax.nn.gelu, approximate=True)),
   "gelu_erf": _differentiated_once(_gelu_erf),
@@ -228,6 +229,8 @@ ACTIVATIONS = {
   "relu": jax.nn.relu,
   "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),  # arXiv:2109.08668
 }
+# By `model.activation`: elementwise functions.
+ACTIVATIONS: Table = Table("activation", _ACTIVATIONS)
 
 
 def clamped_gate(
@@ -462,6 +465,10 @@ class Norm(nnx.Module):
     return rms_norm(x, scale, epsilon=self.epsilon)
 
 
+# By `model.norm`: the class of the norms of the residual; those of queries and keys are RMSNorms.
+NORMS: Table = Table("norm", {"rms": Norm, "layer": Norm})
+
+
 class Embedding(nnx.Module):
   """Token embeddings, split over the vocabulary; where they are tied, also the logits' kernel.
 
@@ -510,6 +517,12 @@ class LearnedPositions(nnx.Module):
     )
     self.dtype = spec.compute_dtype
 
+  @staticmethod
+  def dims(spec: LayersSpec) -> dict[str, str]:
+    """Returns parameter -> letters."""
+    del spec
+    return {"table": "PD"}
+
   def __call__(
     self, x_BRD: Float[Array, "B R D"], positions_BT: Int[Array, "#B T"] | None = None
   ) -> Float[Array, "B R D"]:
@@ -523,6 +536,10 @@ class LearnedPositions(nnx.Module):
     rows = table_PD[None] if positions_BT is None else table_PD[positions_BT]
     x_wide = x_BRD.astype(wide) + rows
     return constrain(x_wide.astype(self.dtype), RESIDUAL.between)
+
+
+# By `model.positions`: the class of what is added to the embeddings; rotary ones are attention's.
+POSITION_EMBEDDINGS: Table = Table("positions", {"rotary": None, "learned": LearnedPositions})
 
 
 class MLP(nnx.Module):
@@ -543,16 +560,18 @@ class MLP(nnx.Module):
     self.one_ring = not biased and not kept(spec.rematerialization, ("gate", "up", "hidden"))
 
   @staticmethod
-  def dims(spec: LayersSpec, hidden: str = "F") -> dict[str, str]:
-    """Returns parameter -> letters, without biases; `hidden` is the letter of the hidden dim."""
+  def dims(spec: LayersSpec) -> dict[str, str]:
+    """Returns parameter -> letters."""
     up = ("gate", "up") if spec.gated else ("up",)
-    return {f"{name}/kernel": f"D{hidden}" for name in up} | {"down/kernel": f"{hidden}D"}
+    rows = {**dict.fromkeys(up, "F"), "down": "D"}
+    biases = {f"{name}/bias": letter for name, letter in rows.items() if spec.has_bias(name)}
+    return MLP.kernel_dims(spec, "F") | biases
 
   @staticmethod
-  def bias_dims(spec: LayersSpec) -> dict[str, str]:
-    """Returns the biases' letters."""
-    rows = {"gate": "F", "up": "F", "down": "D"} if spec.gated else {"up": "F", "down": "D"}
-    return {f"{name}/bias": letter for name, letter in rows.items() if spec.has_bias(name)}
+  def kernel_dims(spec: LayersSpec, hidden: str) -> dict[str, str]:
+    """Returns those without biases; `hidden` is the letter of the hidden dim."""
+    up = ("gate", "up") if spec.gated else ("up",)
+    return {f"{name}/kernel": f"D{hidden}" for name in up} | {"down/kernel": f"{hidden}D"}
 
   def __call__(
     self, x_BRD: Float[Array, "B R D"], key: Key[Array, ""] | None, slots_T: Int[Array, " T"]
@@ -582,3 +601,7 @@ class MLP(nnx.Module):
     """Returns what is projected down, of the results of `gate`, if there is one, and `up`."""
     *gate, up_BTF = projected_BTF
     return self.activation(gate[0]) * up_BTF if gate else self.activation(up_BTF)
+
+
+# By `model.mlp`: the class of a dense layer's MLP.
+MLPS: Table = Table("mlp", {"feedforward": MLP})

@@ -37,6 +37,8 @@ PARAMETERS = {
 class PerceptronSpec(ModelSpec):
   """What the network is made of; the fields are keys of the config."""
 
+  kind = "mlp"
+
   input_size: int
   model_size: int
   feedforward_size: int

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from ml_collections import ConfigDict
@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from models import mup
 from partitioning.parallel.sharded_function import Residual
 from partitioning.rules import Dim
+from runtime.extensions import registered_names
 from runtime.layer_kinds import beside_sparse, is_sparse
 
 # The residual stream of layers, between blocks and inside.
@@ -69,9 +70,12 @@ class ModelSpec(abc.ABC):
   key needs a default.
 
   Attributes:
+    kind: which of the project's models it is; one that extends this spec is of that kind.
     widths: for muP.
     lora: the adapters of linear layers.
   """
+
+  kind: ClassVar[str] = ""
 
   parameter_dtype: jnp.dtype
   compute_dtype: jnp.dtype
@@ -115,7 +119,8 @@ class ModelSpec(abc.ABC):
       "lora": Lora(**_fields(Lora, [sections["lora"]])),
     }
     every = (sections["model"], training, sections["partitioning"], sections["data"], sections)
-    return cls(**{**_fields(cls, every), **given})
+    kind = _with_fields(cls, registered_names("key")) if cls.kind == "transformer" else cls
+    return kind(**{**_fields(kind, every), **given})
 
   def letters_of(self, name: str) -> str:
     """Returns the letters of a parameter within its layer, so without the stack's L.
@@ -179,6 +184,7 @@ class LayersSpec(ModelSpec):
   biases: str
   norm_epsilon: float
   norm_scale_from_one: bool
+  mlp: str
   gated: bool
   activation: str
   dropout_rate: float
@@ -203,6 +209,8 @@ class DecoderSpec(LayersSpec):
   The fields are keys of the config that `configs/keys` explains: of the section `model`, then of
   `training`, and two of other sections.
   """
+
+  kind = "transformer"
 
   latent_size: int
   query_latent_size: int
@@ -373,6 +381,13 @@ def matched(name: str, rows: Mapping[str, str]) -> str:
 def under(name: str, dims: Mapping[str, str], stack: str = "") -> dict[str, str]:
   """Returns the rows of a part's parameters under its name, `stack` before each one's letters."""
   return {f"{name}/{row}": f"{stack}{letters}" for row, letters in dims.items()}
+
+
+@functools.cache
+def _with_fields(kind: type[ModelSpec], keys: tuple[str, ...]) -> type[ModelSpec]:
+  """Returns a spec that has fields for keys `model.NAME` that config files have added."""
+  own = [(key.removeprefix("model."), Any) for key in keys]
+  return dataclasses.make_dataclass(kind.__name__, own, bases=(kind,), frozen=True, kw_only=True)
 
 
 def _fields(kind: type, sections: Sequence[ConfigDict]) -> dict[str, Any]:

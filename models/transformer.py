@@ -20,12 +20,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
+from partitioning.dims import Dim
 
 from models import activations, layer_stack, load_balance, losses
 from models.attention import CACHE as CACHE
-from models.attention import Cache, LatentCache, soft_cap
+from models.attention import Cache, LatentCache, attention_class, soft_cap
 from models.layer_stack import STACKS, Block, order_of, stacked
-from models.layers import Embedding, LearnedPositions, Linear, Norm
+from models.layers import MLPS, NORMS, POSITION_EMBEDDINGS, Embedding, Linear
 from models.load_balance import COUNTS
 from models.losses import Batch, Sums, TokenNumbers, weighted_sum
 from models.positions import (
@@ -61,17 +62,36 @@ class TransformerSpec(DecoderSpec):
   """What a decoder is made of, with what all of its parts determine together."""
 
   @functools.cached_property
+  def legend(self) -> dict[str, Dim]:
+    """Returns letter -> Dim, those of a user's own parts among them.
+
+    Raises:
+      ValueError: a part's letter or dim is one of the decoder's.
+    """
+    found = super().legend
+    for part in (attention_class(self), MLPS[self.mlp]):
+      own = part.legend(self) if hasattr(part, "legend") else {}
+      names = {dim.name for dim in found.values()}
+      if taken := [x for x, dim in own.items() if x in found or dim.name in names]:
+        raise ValueError(
+          f"legend of {part.__name__}: {', '.join(taken)}: the decoder has a letter or a dim of "
+          f"that name; its letters are {''.join(found)}"
+        )
+      found = found | own
+    return found
+
+  @functools.cached_property
   def parameters(self) -> dict[str, str]:
     """Returns name -> letters of the parameters that the model has."""
     dense, found = beside_sparse(self), {"embed/table": "VD"}
-    if self.positions == "learned":
-      found["positions/table"] = "PD"
+    if added := POSITION_EMBEDDINGS[self.positions]:
+      found |= under("positions", added.dims(self))
     for stack, letter, layers in zip(
       (LAYERS, DENSE_LAYERS), STACKS, (self.layers - dense, dense), strict=True
     ):
       if layers:
         found |= under(stack.removesuffix("/"), Block.dims(self, stack), letter)
-    found |= under("final_norm", Norm.dims(self))
+    found |= under("final_norm", NORMS[self.norm].dims(self))
     if not self.tied_embeddings:
       found["unembed/kernel"] = "DV"
     return found | self._adapters(found)
@@ -98,14 +118,14 @@ class Transformer(nnx.Module):
     """Draws the parameters from `rngs.params`, the layers' stacked along L."""
     self.spec = spec
     self.embed = Embedding(spec, rngs=rngs)
-    if spec.positions == "learned":
-      self.positions = LearnedPositions(spec, rngs=rngs)
+    if added := POSITION_EMBEDDINGS[spec.positions]:
+      self.positions = added(spec, rngs=rngs)
     dense = beside_sparse(spec)
     self.sparse_layers = spec.layers - dense
     self.layers = stacked(spec, rngs, self.sparse_layers, LAYERS)
     self.dense_layers = stacked(spec, rngs, dense, DENSE_LAYERS) if dense else None
     self.layer_order, self.layer_pattern = order_of(spec), layer_pattern(spec)
-    self.final_norm = Norm("final_norm", spec)
+    self.final_norm = NORMS[spec.norm]("final_norm", spec)
     if not spec.tied_embeddings:
       self.unembed = Linear("unembed", spec, rngs=rngs)
     self.divisor = spec.logits_divisor * spec.widths.ratio
@@ -327,7 +347,7 @@ class Transformer(nnx.Module):
 
   def _embedded(self, tokens_BT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B R D"]:
     x_BRD = self.embed(tokens_BT)
-    if self.spec.positions != "learned":
+    if POSITION_EMBEDDINGS[self.spec.positions] is None:
       return x_BRD
     return self.positions(x_BRD, rows.positions_BT)
 

@@ -31,6 +31,8 @@ from partitioning.rules import Dim
 class VisionSpec(LayersSpec):
   """What a vision transformer is made of; the fields are keys of the config."""
 
+  kind = "vit"
+
   input_size: int
   channels: int
   image_size: int
@@ -43,6 +45,7 @@ class VisionSpec(LayersSpec):
   post_norms: bool = False
   residual_multiplier: float = 1.0
   biases: str = "all"
+  mlp: str = "feedforward"
   gated: bool = False
   activation: str = "gelu"
   norm_scale_from_one: bool = False

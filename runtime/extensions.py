@@ -107,6 +107,20 @@ def registered(what: str, name: str) -> Any:
   return next((table[name] for table in tables), None)
 
 
+def registered_names(what: str) -> tuple[str, ...]:
+  """Returns the names that config files have registered in a table, as `registered` finds it."""
+  return tuple(name for table in _TABLES if table.what == what for name in table.origins)
+
+
+def kind_of_model(name: str) -> str:
+  """Returns the project's model that a model is: a registered one may extend the spec of one.
+
+  Args:
+    name: `model.name`.
+  """
+  return getattr(getattr(registered("model", name), "SPEC", None), "kind", "") or name
+
+
 def _require_one_module_of_each_name(folder: pathlib.Path) -> None:
   for other in {path.parent for path in _LOADED} - {folder}:
     for name in {module.__name__.partition(".")[0] for module in _modules(other)}:

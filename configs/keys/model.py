@@ -87,6 +87,7 @@ DECODER: Rows = {
     "grouped_query, or latent: keys and values of all heads are projections of one latent vector "
     "per token (multi-head latent attention, DeepSeek)",
     choices=("grouped_query", "latent"),
+    registry="attention",
   ),
   "latent_size": Key(
     0, "of latent attention: numbers of that vector", unit="dims", least=0, needs=LATENT
@@ -116,7 +117,9 @@ DECODER: Rows = {
     "the vocabulary is padded to a multiple of this, on every mesh",
     unit="tokens",
   ),
-  "positions": Key("rotary", "rotary (RoPE) or learned", choices=("rotary", "learned")),
+  "positions": Key(
+    "rotary", "rotary (RoPE) or learned", choices=("rotary", "learned"), registry="positions"
+  ),
   "max_positions": Key(Unset(int), "of learned ones; data.sequence_length", unit="tokens"),
   "rotary_base": Key(10000.0, "RoPE's theta", above=0),
   "rotary_size": Key(
@@ -164,7 +167,7 @@ DECODER: Rows = {
     "full_unrotated or sliding_unrotated (without RoPE); repeated where there are more layers: "
     '("sliding", "sliding", "full")',
   ),
-  "norm": Key("rms", "rms or layer", choices=("rms", "layer")),
+  "norm": Key("rms", "rms or layer", choices=("rms", "layer"), registry="norm"),
   "norm_epsilon": Key(1e-06, "added to the variance", above=0),
   "norm_scale_from_one": Key(False, "the stored scale is added to one (Gemma)"),
   "pre_norms": Key(True, "normalize the inputs of attention and MLP"),
@@ -191,6 +194,13 @@ DECODER: Rows = {
     "silu, gelu (tanh approximation), gelu_erf (exact), gelu_sigmoid (x sigmoid(1.702 x)), relu "
     "or relu_squared",
     choices=("silu", "gelu", "gelu_erf", "gelu_sigmoid", "relu", "relu_squared"),
+    registry="activation",
+  ),
+  "mlp": Key(
+    "feedforward",
+    "feedforward, or a class of your own (docs/extending.md)",
+    choices=("feedforward",),
+    registry="mlp",
   ),
   "gated": Key(True, "MLP: down(f(gate(x)) * up(x)); else down(f(up(x)))"),
   "experts": Key(

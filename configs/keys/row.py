@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from runtime.extensions import registered_names
 from runtime.forms import MOST
 
 # What a change of a key means where a run resumes. It does not change what is computed (up to
@@ -44,7 +45,8 @@ class Key:
     below: a number that it has to be below.
     most: the largest whole number that it may be.
     finite: it may be any number but inf and nan; so may one that has `least` or `above`.
-    choices: the words that it may be.
+    choices: the words that it may be, of the project's.
+    registry: what a config file may register further words as (`runtime.extensions.Table`).
     usual: words that it often is; others are possible.
     resume: what a change means where a run resumes: `MAY_CHANGE`, `ACCEPT` or `REFUSED`; "": as for
       most keys of the section.
@@ -63,6 +65,7 @@ class Key:
   most: int = MOST
   finite: bool = False
   choices: tuple[str, ...] = ()
+  registry: str = ""
   usual: tuple[str, ...] = ()
   resume: str = ""
   readers: tuple[str, ...] = ()
@@ -70,9 +73,19 @@ class Key:
   off: Any = DEFAULT
 
   def explained(self) -> str:
-    """Returns the meaning behind the unit, in brackets, where it does not name that."""
+    """Returns the meaning behind the unit, in brackets, where it does not name that.
+
+    Words that config files have registered come last.
+    """
     named = not self.unit or self.unit in self.meaning
-    return self.meaning if named else f"[{self.unit}] {self.meaning}".rstrip()
+    meaning = self.meaning if named else f"[{self.unit}] {self.meaning}".rstrip()
+    own = registered_names(self.registry)
+    return f"{meaning}; registered: {', '.join(own)}" if own else meaning
+
+  @property
+  def words(self) -> tuple[str, ...]:
+    """Returns the words that it may be, those of config files among them."""
+    return self.choices + registered_names(self.registry)
 
   @property
   def unread(self) -> Any:

@@ -12,6 +12,7 @@ from configs.keys.model import DECODER, MLP, VIT
 from configs.keys.optimizer import OPTIMIZER
 from configs.keys.row import ACCEPT, MAY_CHANGE, REFUSED, Key, Required, Rows, Unset
 from configs.keys.training import TRAINING
+from runtime import extensions
 
 # Section -> its rows, but for those of `model`; "" is the config itself.
 SECTIONS: dict[str, Rows] = {
@@ -47,6 +48,8 @@ RECIPES: dict[str, dict[str, Key]] = {
     "model.model_size": Key(Unset(int), "W: 8192 on an accelerator, 512 on a CPU", unit="dims"),
   },
 }
+# `model.NAME` -> the row of a decoder's key that a config file has added, for a part of its own.
+KEYS: extensions.Table = extensions.Table("key", {}, numerics=False)
 # Section -> what a change of its keys means where a run resumes, unless a row says otherwise.
 _RESUME = {
   **dict.fromkeys(("data", "model", "lora"), REFUSED),
@@ -62,7 +65,18 @@ def section(name: str, /, **given: Any) -> dict[str, Any]:
 
 def model(name: str, /, **given: Any) -> dict[str, Any]:
   """Returns the defaults of the section `model` of a kind of model, with some keys replaced."""
-  return {**_defaults(MODELS[name]), **given}
+  return {**_defaults(model_rows(name)), **given}
+
+
+def model_rows(name: str) -> Rows:
+  """Returns the rows of the section `model` of a kind of model, those of config files among them.
+
+  Args:
+    name: of the model; one that is registered has those of the kind that it extends.
+  """
+  kind = extensions.kind_of_model(name)
+  own = KEYS if kind == "transformer" else {}
+  return {**MODELS.get(kind, {}), **{key.removeprefix("model."): row for key, row in own.items()}}
 
 
 def _defaults(rows: Rows) -> dict[str, Any]:
@@ -89,7 +103,7 @@ def find(key: str, recipe: str = "", kind: str = "transformer") -> Key | None:
   part, _, last = key.rpartition(".")
   if part != "model":
     return SECTIONS.get(part, {}).get(last)
-  return MODELS.get(kind, {}).get(last) or next(
+  return model_rows(kind).get(last) or next(
     (rows[last] for rows in MODELS.values() if last in rows), None
   )
 
@@ -97,7 +111,7 @@ def find(key: str, recipe: str = "", kind: str = "transformer") -> Key | None:
 def rows(config: ConfigDict) -> Iterator[tuple[str, Key, Any]]:
   """Yields (dotted key, its row, its value) of every key of a config that has a row."""
   for name in ("model", *SECTIONS):
-    of_section = MODELS.get(config.model.name, {}) if name == "model" else SECTIONS[name]
+    of_section = model_rows(config.model.name) if name == "model" else SECTIONS[name]
     values = config[name] if name else config
     for key, row in of_section.items():
       if key in values:
@@ -122,7 +136,7 @@ def needing(what: str) -> dict[str, Any]:
   Those that need one of these, in later rows, are among them.
   """
   found: dict[str, Any] = {}
-  for name, of_section in (("model", MODELS["transformer"]), *SECTIONS.items()):
+  for name, of_section in (("model", model_rows("transformer")), *SECTIONS.items()):
     for key, row in of_section.items():
       if row.needs == what or row.needs.partition("=")[0] in found:
         found[f"{name}.{key}"] = row.unread

@@ -59,7 +59,7 @@ def choices_of(config: ConfigDict) -> dict[str, tuple[str, ...]]:
   """Returns dotted key -> its words, of a config's model and task: others are refused."""
   task = TASKS[config.task]
   return {
-    **{key: row.choices for key, row, _ in table.rows(config) if row.choices},
+    **{key: row.words for key, row, _ in table.rows(config) if row.choices},
     "training.attention_kernel": model_checks.ATTENTION_KERNELS if task.of_tokens else ("xla",),
     "checkpoint.keep_best": ("", *task.metrics),
   }
