@@ -105,7 +105,8 @@ def _adapter(ready: Job, base: Base | None, model_type: str, dtype: str) -> tupl
       f"training.trainable: besides the adapters {len(others)} parameters were trained (such as "
       f"{others[0]}), which an adapter's files do not hold; write the model with --merge"
     )
-  metadata, name = {peft_adapter.TARGETS: ",".join(ready.config.lora.targets)}, None
+  layers = dict.fromkeys(name.rpartition("/")[0] for name in sorted(adapters))
+  metadata, name = {peft_adapter.TARGETS: ",".join(layers)}, None
   if base is not None and base.step is None:  # a model folder, which others know
     metadata |= {peft_adapter.DIGEST: base.digest, peft_adapter.DTYPE: base.dtype}
     name = base.folder

@@ -54,7 +54,7 @@ def modules(spec: DecoderSpec, model_type: str) -> list[Module]:
   found, others = [], []
   for name, (dims, *parameters) in name_maps.FAMILIES[model_type].rows.items():
     layers = tuple(one.removesuffix(_KERNEL) for one in parameters if one.endswith(_KERNEL))
-    adapted = tuple(one for one in layers if spec.lora.adapts(one))
+    adapted = tuple(one for one in layers if spec.adapts(one))
     if adapted:
       inputs = spec.letters_of(f"{adapted[0]}/{LORA_A}").removesuffix("r")
       found.append((name.removesuffix(".weight"), layers, adapted, dims.split(" ")[0] == inputs))

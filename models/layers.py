@@ -391,7 +391,7 @@ class Linear(nnx.Module):
       history = jnp.zeros((MAGNITUDES, HISTORY_STEPS), jnp.float32)
       self.amax_history = AmaxHistory(history)
     self.adapter_letters: tuple[str, ...] = ()
-    if spec.lora.adapts(name):
+    if spec.adapts(name):
       self.adapter_letters = tuple(spec.letters_of(f"{name}/{x}") for x in (LORA_A, LORA_B))
       self.adapter_scale = spec.lora.scale
       shapes = [spec.sizes(letters) for letters in self.adapter_letters]

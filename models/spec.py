@@ -43,7 +43,11 @@ BIASES = {
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-  """Low-rank adapters: the section `lora`; there are none of rank 0."""
+  """Low-rank adapters: the section `lora`; there are none of rank 0.
+
+  Attributes:
+    targets: names of layers, or patterns of them.
+  """
 
   rank: int
   alpha: float
@@ -55,10 +59,6 @@ class Lora:
   def scale(self) -> float:
     """Returns s, the factor of an adapter's output; see `models.layers`."""
     return self.alpha / (math.sqrt(self.rank) if self.rs else self.rank)
-
-  def adapts(self, layer: str) -> bool:
-    """Returns whether a linear layer, such as `layers/mlp/up`, has an adapter."""
-    return self.rank > 0 and layer in self.targets
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,6 +139,10 @@ class ModelSpec(abc.ABC):
     """Returns the letters of an optional parameter; "" if the model does not have it."""
     found = matched(name, self.parameters)
     return found[1:] if name.startswith((LAYERS, DENSE_LAYERS)) else found
+
+  def adapts(self, layer: str) -> bool:
+    """Returns whether a linear layer, such as `layers/mlp/up`, has an adapter."""
+    return bool(self.optional_letters(f"{layer}/{LORA_A}"))
 
   def sizes(self, letters: str) -> tuple[int, ...]:
     """Returns the shape of a parameter with these letters."""
@@ -376,6 +380,13 @@ def in_8_bits(name: str, matmul_dtype: str) -> bool:
 def matched(name: str, rows: Mapping[str, str]) -> str:
   """Returns the letters of a parameter in a table of patterns; "" if no row matches."""
   return next((letters for row, letters in rows.items() if re.fullmatch(row, name)), "")
+
+
+def expanded(row: str) -> list[str]:
+  """Returns the names of a row of a parameters' table: two of `(key|value)/kernel`."""
+  before, _, rest = row.partition("(")
+  choices, _, after = rest.rpartition(")")
+  return [f"{before}{choice}{after}" for choice in choices.split("|")] if rest else [row]
 
 
 def under(name: str, dims: Mapping[str, str], stack: str = "") -> dict[str, str]:

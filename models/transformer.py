@@ -46,15 +46,17 @@ from models.spec import (
   LORA_B,
   RESIDUAL,
   DecoderSpec,
+  expanded,
   is_latent,
-  matched,
   under,
 )
 from partitioning.constraints import axes_splitting, constrain
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel.matmuls import column_parallel
 from partitioning.parallel.vocabulary import chunked_logits
+from runtime.extensions import kind_of_model
 from runtime.layer_kinds import beside_sparse
+from runtime.suggest import most_similar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,18 +99,59 @@ class TransformerSpec(DecoderSpec):
     return found | self._adapters(found)
 
   def _adapters(self, rows: Mapping[str, str]) -> dict[str, str]:
-    """Returns name -> letters of the adapters; their layers are stacked, and these their rows."""
+    """Returns name -> letters of the adapters of stacked layers with these rows.
+
+    Raises:
+      ValueError: a target that matches none of these layers.
+    """
+    if not self.lora.rank:
+      return {}
+    kernels = {
+      name.removesuffix("/kernel"): letters
+      for row, letters in rows.items()
+      if row.startswith(LAYERS) and row.endswith("/kernel")
+      for name in expanded(row)
+    }
     found = {}
-    for layer in self.lora.targets if self.lora.rank else ():
-      if stacked := matched(f"{layer}/kernel", rows):
-        inputs = self.inputs_of(kernel := stacked[1:])
-        outputs = kernel.removeprefix(inputs)
-        found |= under(layer, {LORA_A: f"{inputs}r", LORA_B: f"r{outputs}"}, stacked[0])
+    for layer in adapted_layers(self.lora.targets, [*kernels]):
+      stack, kernel = kernels[layer][0], kernels[layer][1:]
+      inputs = self.inputs_of(kernel)
+      outputs = kernel.removeprefix(inputs)
+      found |= under(layer, {LORA_A: f"{inputs}r", LORA_B: f"r{outputs}"}, stack)
     return found
 
   def train_flops_per_example(self, *, causal: bool = False) -> float:
     """Returns floating-point operations per sequence; see `models.transformer`."""
     return train_flops_per_example(self, causal=causal)
+
+
+def adapted_layers(targets: tuple[str, ...], names: list[str]) -> list[str]:
+  """Returns the layers that `lora.targets` match, as a whole or by their last part.
+
+  Args:
+    targets: patterns.
+    names: of all linear layers, such as `layers/mlp/up`.
+
+  Raises:
+    ValueError: with each target that matches none.
+  """
+
+  def matches(target: str, name: str) -> bool:
+    return fnmatch.fnmatchcase(name, target) or fnmatch.fnmatchcase(name.split("/")[-1], target)
+
+  wrong = [one for one in targets if not any(matches(str(one), name) for name in names)]
+  if wrong or not targets:
+    short = [name.split("/")[-1] for name in names]
+    lines = [
+      f"{one!r} matches no linear layer; near is {most_similar(str(one), short, 1)[0]}"
+      for one in wrong
+    ]
+    raise ValueError(
+      f"lora.targets: {'; '.join(lines) or '() names no layer'}. The layers are "
+      f"{', '.join(short)}; embeddings and the kernel of the logits have no adapters, but can be "
+      f"trained in full: --config.training.trainable=\"('unembed/*',)\""
+    )
+  return [name for name in names if any(matches(target, name) for target in targets)]
 
 
 class Transformer(nnx.Module):
@@ -456,15 +499,13 @@ def active_elements(model: ConfigDict, elements: Mapping[str, int]) -> int:
     model: the section of a finalized config; of any model, of which only a decoder has experts.
     elements: of each parameter, by its name.
   """
-  if model.name != "transformer" or not model.experts:
+  if kind_of_model(model.name) != "transformer" or not model.experts:
     return sum(elements.values())
   return round(sum(count * active_share(model, name) for name, count in elements.items()))
 
 
 def _names(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
   """Yields the name and the number of elements of each parameter."""
-  for pattern, letters in spec.parameters.items():
-    before, _, rest = pattern.partition("(")
-    choices, _, after = rest.rpartition(")")
-    for choice in choices.split("|"):
-      yield (f"{before}{choice}{after}" if rest else pattern), math.prod(spec.sizes(letters))
+  for row, letters in spec.parameters.items():
+    for name in expanded(row):
+      yield name, math.prod(spec.sizes(letters))

@@ -14,6 +14,7 @@ from configs.schema import step_checks, validate
 from partitioning.mesh_sizes import AXES
 from partitioning.parallel.pipeline_schedule import GPIPE
 from runtime import rematerialization
+from runtime.extensions import kind_of_model
 from runtime.suggest import nearest
 
 STAGE = "stage"
@@ -64,7 +65,7 @@ class Space:
         known = f"the axes are {', '.join(AXES)}"
         near = nearest(name, AXES)
         raise ValueError(f"--axes={','.join(asked)}: unknown axis {name!r}; {known}{near}")
-    decoder = self.keys.model.name == "transformer"
+    decoder = kind_of_model(self.keys.model.name) == "transformer"
     useful = {"context": decoder, "expert": decoder and bool(self.keys.model.get("experts"))}
     useful[STAGE] = decoder and self.keys.model.layers > 1
     found = tuple(axis for axis in AXES if (axis in asked if asked else useful.get(axis, True)))
@@ -122,7 +123,7 @@ class Space:
       chunks: of its loss, as chosen.
       more: microbatches of its pipeline, more than it has; 0: it has no pipeline, or no more.
     """
-    if self.keys.model.name != "transformer":
+    if kind_of_model(self.keys.model.name) != "transformer":
       return
     fsdp = setting.get("mesh.fsdp", self.keys.mesh.fsdp)
     if fsdp > 1 and self.keys.partitioning.reshard_after_forward:

@@ -13,10 +13,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
+from partitioning.shardings import shard_shape
 
 from partitioning.constraints import ActivationLayout
 from partitioning.parallel.pipeline_schedule import GPIPE, STAGE, Schedule
 from partitioning.rules import Legend, Placement, axes_size, shard_shape, spec_axes
+from runtime.extensions import kind_of_model
 from training.setup import Job
 from training.state import State
 from training.step import Program
@@ -77,6 +79,11 @@ class StepFacts:
   data = property(lambda self: self.keys.data)
   training = property(lambda self: self.keys.training)
   partitioning = property(lambda self: self.keys.partitioning)
+
+  @property
+  def kind(self) -> str:
+    """Returns which of the project's models it is, or extends."""
+    return kind_of_model(self.model.name)
 
   @property
   def parameters(self) -> Mapping[str, Placement]:

@@ -267,7 +267,7 @@ def gather_once_advice(step: StepFacts, sent: Iterable[Sent], seconds: float, fr
     A line with the override; "" if they are kept, if hardly a gather is waited for, or if they do
     not fit.
   """
-  if step.model.name != "transformer" or not step.partitioning.reshard_after_forward:
+  if step.kind != "transformer" or not step.partitioning.reshard_after_forward:
     return ""
   waited = sum(
     one.exposed_seconds

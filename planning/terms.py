@@ -120,7 +120,7 @@ def _parameters(step: StepFacts) -> Iterator[_Parameter]:
       shard * (sizes["fsdp"] if split else 1),
       split,
       len(one.letters.lstrip("".join(STACKS))) == 1,
-      stacked or (step.model.name != _ENCODER and one.name != "positions/table"),
+      stacked or (step.kind != _ENCODER and one.name != "positions/table"),
       *_runs(step, one),
     )
 
@@ -208,7 +208,7 @@ def _reductions(step: StepFacts, one: _Parameter) -> Iterator[Term]:
     of_tensor = False
   elif sequence and name == "positions/table":  # each device has those of its own positions
     yield reduce("all-reduce", rows, elements=whole / sizes["tensor"])
-    kind = "all-gather" if step.model.name == _ENCODER else "all-reduce"
+    kind = "all-gather" if step.kind == _ENCODER else "all-reduce"
     of_tensor = True
   else:
     yield reduce("all-reduce", (*rows, *(("tensor",) if half else ())), elements=whole)
@@ -284,7 +284,7 @@ def embeddings(step: StepFacts) -> Iterator[Term]:
   An all-reduce, m b T D; with sequence parallelism a reduce-scatter, and of the gradient an
   all-gather, each m b T D.
   """
-  if step.model.name != _DECODER:
+  if step.kind != _DECODER:
     return
   runs, why = step.passes, "embedded tokens"
   sequence = step.partitioning.sequence_parallel
@@ -310,10 +310,10 @@ def blocks(step: StepFacts) -> Iterator[Term]:
   that input's gradient all the same: the devices have equal ones, which shard_map does not know.
   """
   model, sizes, runs = step.model, step.sizes, step.passes
-  if model.name not in (_DECODER, _ENCODER):
+  if step.kind not in (_DECODER, _ENCODER):
     return
   forward, back, narrow, width = runs.forward, runs.backward, step.compute_itemsize, step.width
-  leave = runs.leave if model.name == _DECODER else 0
+  leave = runs.leave if step.kind == _DECODER else 0
   latents = [step.tokens * size for size in latent_sizes(model)]
   inputs = 0 if "query_latent_size" in model and model.query_latent_size else 1
   sums = 2 * forward + (1 + inputs) * back + leave
@@ -364,7 +364,7 @@ def attention_heads(step: StepFacts) -> Iterator[Term]:
   each token in both passes: m 2 L b T for queries, and as many for keys whose heads are split.
   """
   model, runs = step.model, step.passes
-  if model.name != _DECODER:
+  if step.kind != _DECODER:
     return
   narrow, tokens = step.compute_itemsize, step.tokens
   forward, back = runs.forward, runs.backward
@@ -392,7 +392,7 @@ def cross_entropy(step: StepFacts) -> Iterator[Term]:
 
   The largest logit, the sum of exponentials and the target's logit of each token: m 3 b T.
   """
-  if step.model.name == _DECODER:
+  if step.kind == _DECODER:
     why = "the cross-entropy over a split vocabulary"
     yield Term("all-reduce", ("tensor",), 3 * step.passes.leave, step.tokens, why, 4)
 
@@ -407,7 +407,7 @@ def sequence_attention(step: StepFacts) -> Iterator[Term]:
   their gradients, before those of a group's query heads are added: m L 2 b T c N H / t.
   """
   model, sizes, runs = step.model, step.sizes, step.passes
-  if model.name not in (_DECODER, _ENCODER):
+  if step.kind not in (_DECODER, _ENCODER):
     return
   around, tensor, narrow, axes = (
     sizes["context"],
@@ -416,7 +416,7 @@ def sequence_attention(step: StepFacts) -> Iterator[Term]:
     ("context",),
   )
   pair = queries = step.width / tensor
-  if model.name == _DECODER:
+  if step.kind == _DECODER:
     heads = model.kv_heads // tensor if model.kv_heads % tensor == 0 else model.kv_heads
     # On average: the heads of values may have another size than those of keys.
     pair = step.tokens * heads * (model.head_size + model.value_head_size) / 2
@@ -511,7 +511,7 @@ def pipeline_sends(step: StepFacts) -> Iterator[Term]:
   chunk stays where it is sends nothing.
   """
   schedule, axes = step.pipeline, ("stage",)
-  if schedule is None or step.model.name != _DECODER:
+  if schedule is None or step.kind != _DECODER:
     return
   count, narrow = step.training.gradient_accumulation_steps, step.compute_itemsize
   ticks, size = count * schedule.forward_ticks, step.residual_elements
@@ -574,7 +574,7 @@ def scalars(step: StepFacts) -> Iterator[Term]:
     yield Term("all-reduce", axes, often, 1, "the norm of the gradients", 4)
   if step.experts:
     yield from _scalars_of_experts(step, rows)
-  if step.model.name == _ENCODER and step.partitioning.sequence_parallel:
+  if step.kind == _ENCODER and step.partitioning.sequence_parallel:
     size, why = step.width / step.legend["T"].size, "the mean over the patches"
     yield Term("all-reduce", ("tensor",), runs.microbatches, size, why, 4)
 

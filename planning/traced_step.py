@@ -218,7 +218,7 @@ def part_of(step: StepFacts, *, at_once: bool = True) -> DevicePart:
   """
   keys, parts = copy.deepcopy(step.keys), step.parts
   model, data = keys.model, keys.data
-  decoder = model.name == "transformer"  # the keys of another model may mean anything
+  decoder = step.kind == "transformer"  # the keys of another model may mean anything
   rows = data.global_batch_size / parts("B") / step.passes.microbatches
   with keys.unlocked():
     keys.training.gradient_accumulation_steps = 1
@@ -227,7 +227,7 @@ def part_of(step: StepFacts, *, at_once: bool = True) -> DevicePart:
     if decoder and not at_once:  # memory has separate formulas for logits
       model.vocabulary_size, model.vocabulary_multiple = step.legend["V"].size // parts("V"), 1
     for name, letter in (("feedforward_size", "F"), ("heads", "N")):
-      if name in model and model.name in ("transformer", "mlp", "vit"):
+      if name in model and step.kind in ("transformer", "mlp", "vit"):
         model[name] = max(1, model[name] // parts(letter))
     if decoder and model.experts:
       _own_experts(model, parts)
@@ -242,7 +242,7 @@ def part_of(step: StepFacts, *, at_once: bool = True) -> DevicePart:
       else:
         rows /= around
       model.context_attention = "gather"  # a single device has no ring
-    if model.name == "vit":  # as many scores as fewer images have
+    if step.kind == "vit":  # as many scores as fewer images have
       rows /= parts("T")
     # Of a pipeline that is traced with its ticks, the rows of all microbatches.
     parts_traced = 1 if at_once or not step.pipeline else keys.training.microbatches
@@ -538,7 +538,7 @@ def _ends_share(step: StepFacts) -> float:
 
 def _kind_shares(part: DevicePart) -> tuple[float, ...]:
   """Returns the share of each kind of layers that the scan over them switches between."""
-  if part.step.model.name != "transformer":
+  if part.step.kind != "transformer":
     return ()
   pattern = layer_pattern(model_spec(part.keys))
   return tuple(pattern.windows.count(kind) / part.keys.model.layers for kind in pattern.kinds)

@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from runtime.extensions import kind_of_model
 from runtime.layer_kinds import beside_sparse
 from runtime.suggest import nearest
 
@@ -89,7 +90,7 @@ def names_of(model: Any) -> tuple[str, ...]:
   Args:
     model: the section `model` of a finalized config; () where it is no decoder.
   """
-  if model.name != "transformer":
+  if kind_of_model(model.name) != "transformer":
     return ()
   return tuple(name for name in NAMES if name not in _WHEN or _WHEN[name](model))
 

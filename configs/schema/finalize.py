@@ -28,6 +28,7 @@ from configs.schema.model_checks import divisors
 from input_pipeline import catalog
 from input_pipeline.text import tokenizer
 from interop import hf_folder
+from runtime.extensions import kind_of_model
 from training.optimizer import optimizer_row
 from training.tasks import TASKS
 
@@ -188,7 +189,7 @@ def _kernel(
   target: Target,
 ) -> tuple[str, str]:
   platform, length = target.platform, data.sequence_length
-  if model.name != "transformer":
+  if kind_of_model(model.name) != "transformer":
     return "xla", ""
   if length < (least := LONG_ROWS.get(platform, LONG_ROW)):
     return "xla", f"rows of {length} tokens are shorter than {least}"
@@ -225,7 +226,7 @@ def _loss_chunks(
   target: Target,
 ) -> tuple[int, str]:
   own = 0
-  if model.name == "transformer" and TASKS[task].of_tokens:
+  if kind_of_model(model.name) == "transformer" and TASKS[task].of_tokens:
     own = model_checks.own_logits(model, partitioning, target.sizes)
   if not own:
     return 1, ""
@@ -244,7 +245,7 @@ def _loss_chunks(
 
 
 def _grouped_matmul(model: ConfigDict, target: Target) -> tuple[str, str]:
-  if model.name != "transformer" or not model.experts:
+  if kind_of_model(model.name) != "transformer" or not model.experts:
     return "tiles", ""
   if target.platform == "tpu":
     return "ragged", "a grouped kernel on TPUs"
@@ -290,7 +291,7 @@ def _sequence_parallel(
 ) -> tuple[bool, str]:
   platform, sizes = target.platform, target.sizes
   tensor = sizes.get("tensor", 1)
-  if model.name != "transformer" or tensor == 1:
+  if kind_of_model(model.name) != "transformer" or tensor == 1:
     return False, ""
   if platform not in ACCELERATORS:
     return False, "simulated devices take longer with it"
@@ -313,7 +314,7 @@ def _collective_matmul(
   target: Target,
 ) -> tuple[bool, str]:
   tensor = target.sizes.get("tensor", 1)
-  if model.name != "transformer" or tensor == 1:
+  if kind_of_model(model.name) != "transformer" or tensor == 1:
     return False, ""
   if target.platform != "tpu":
     return False, "measured for TPUs alone"
@@ -427,9 +428,10 @@ def _sizes(model: ConfigDict, data: ConfigDict) -> None:
   """
   default(model, "feedforward_size", model.get("model_size"))
   default(model, "expert_feedforward_size", model.get("feedforward_size"))
-  if model.name == "vit" and model.image_size is None:  # of a square with as many pixels
+  kind = kind_of_model(model.name)
+  if kind == "vit" and model.image_size is None:  # of a square with as many pixels
     model.image_size = math.isqrt(max(0, model.input_size) // max(1, model.channels))
-  if model.name != "transformer":
+  if kind != "transformer":
     return
   width = model.base_width or model.model_size
   default(model, "embedding_standard_deviation", width**-0.5 if model.tied_embeddings else 1.0)

@@ -1,6 +1,5 @@
 """Which keys of a model go together, and what follows from them."""
 
-import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
 
 from ml_collections import ConfigDict
@@ -8,8 +7,9 @@ from ml_collections import ConfigDict
 from configs.keys.model import DECODER
 from configs.schema.data_checks import parts
 from interop import hf_folder
+from runtime.extensions import kind_of_model
 from runtime.layer_kinds import sparse_layers
-from runtime.suggest import most_similar, nearest
+from runtime.suggest import nearest
 from training.tasks import DPO
 
 # ------------------------------ attention kernels ------------------------------
@@ -472,59 +472,22 @@ def _names(names: Iterable[str]) -> str:
 
 # ------------------------------ low-rank adapters ------------------------------
 
-_LINEAR_LAYERS = (
-  *(f"layers/attention/{name}" for name in ("query", "key", "value", "out")),
-  *(f"layers/mlp/{name}" for name in ("gate", "up", "down")),
-)
 ADAPTERS = "*/lora_*"  # the names of their parameters
 
 
-def linear_layers(model: ConfigDict) -> list[str]:
-  """Returns the names of the layers of a decoder that may have an adapter."""
-  return [name for name in _LINEAR_LAYERS if model.gated or name != "layers/mlp/gate"]
-
-
 def finalize_lora(model: ConfigDict, lora: ConfigDict, training: ConfigDict) -> None:
-  """Fills in what follows from `lora`; the config is unlocked.
-
-  `lora.targets` becomes the names of layers, `training.trainable` includes the adapters.
-
-  Raises:
-    ValueError: a target that matches no layer.
-  """
+  """Includes the adapters in `training.trainable`; the config is unlocked."""
   given = training.trainable
-  if lora.rank <= 0 or model.name != "transformer":
+  if lora.rank <= 0 or kind_of_model(model.name) != "transformer":
     training.trainable = ("*",) if given is None else given
     return
-  lora.targets = _matched_layers(lora.targets, linear_layers(model))
   given = given or ()
   training.trainable = given if ADAPTERS in given else (ADAPTERS, *given)
 
 
-def _matched_layers(targets: tuple, names: list[str]) -> tuple[str, ...]:
-  """Returns the names that targets match, as a whole or by their last part."""
-
-  def matches(target: str, name: str) -> bool:
-    return fnmatch.fnmatchcase(name, target) or fnmatch.fnmatchcase(name.split("/")[-1], target)
-
-  wrong = [one for one in targets if not any(matches(str(one), name) for name in names)]
-  if wrong or not targets:
-    short = [name.split("/")[-1] for name in names]
-    lines = [
-      f"{one!r} matches no linear layer; near is {most_similar(str(one), short, 1)[0]}"
-      for one in wrong
-    ]
-    raise ValueError(
-      f"lora.targets: {'; '.join(lines) or '() names no layer'}. The layers are "
-      f"{', '.join(short)}; embeddings and the kernel of the logits have no adapters, but can be "
-      f"trained in full: --config.training.trainable=\"('unembed/*',)\""
-    )
-  return tuple(name for name in names if any(matches(target, name) for target in targets))
-
-
 def lora_errors(model: ConfigDict, lora: ConfigDict) -> Iterator[str]:
   """Yields why a model cannot have adapters."""
-  if lora.rank > 0 and model.name != "transformer":
+  if lora.rank > 0 and kind_of_model(model.name) != "transformer":
     yield (
       f"lora.rank={lora.rank}: the model {model.name} has no adapters; leave it at 0, or choose "
       f"layers to train by training.trainable"

@@ -9,6 +9,7 @@ from configs.keys.training import TRAINING
 from configs.schema.data_checks import parts
 from configs.schema.model_checks import divisors, listed
 from runtime import rematerialization
+from runtime.extensions import kind_of_model
 from runtime.layer_kinds import beside_sparse
 from runtime.suggest import nearest
 from training.optimizer import optimizer_row, optimizers_with
@@ -171,7 +172,7 @@ def pipeline_errors(
   stages = sizes.get("stage", 1)
   if stages == 1:
     return
-  if model.name != "transformer":
+  if kind_of_model(model.name) != "transformer":
     yield f"mesh.stage={stages}: {model.name} has no stacked layers to split; set mesh.stage=1"
     return
   if model.experts and (beside := beside_sparse(model)):

@@ -46,7 +46,8 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
     ValueError: with all that is wrong, a line each.
   """
   wrong = [*_values(config), *unread_errors(config, sizes)]
-  for check_errors in (*CHECKS, *OF_MODELS.get(config.model.name, ())):
+  of_model = OF_MODELS.get(extensions.kind_of_model(config.model.name), ())
+  for check_errors in (*CHECKS, *of_model):
     wrong += table.with_sections(check_errors, config, sizes=sizes)
   if wrong:
     raise ValueError("the config is refused:\n" + "\n".join(f"  {line}" for line in wrong))
@@ -96,14 +97,14 @@ _ROWS = {"text", "image", "random"}
 def unread(config: ConfigDict) -> dict[str, str]:
   """Returns dotted key -> who does not read it: the config's model, or its task."""
   name, task = config.model.name, TASKS[config.task]
-  registered = extensions.registered("model", name)
+  registered, kind = extensions.registered("model", name), extensions.kind_of_model(name)
   of_task = {"dpo" if config.task == DPO else "not dpo", *(["tokens"] if task.of_tokens else [])}
   of_task |= {task.rows} if task.rows in _ROWS else _ROWS
   found = {}
   for key, row, _ in table.rows(config):
     of_model = {*row.readers} & _OF_MODELS["transformer"]
-    if registered is None:
-      reads = not of_model or bool(of_model & _OF_MODELS.get(name, of_model))
+    if registered is None or kind in _OF_MODELS:
+      reads = not of_model or bool(of_model & _OF_MODELS.get(kind, of_model))
     elif "regions" in of_model:
       reads = "residual_sequence" in config.partitioning.activations
     else:
@@ -260,7 +261,7 @@ def _schedule(optimizer: ConfigDict, training: ConfigDict) -> Iterator[str]:
 
 def _task(model: ConfigDict, training: ConfigDict, task: str) -> Iterator[str]:
   """Yields what a task cannot have."""
-  if task == DPO and model.name in ("mlp", "vit"):
+  if task == DPO and extensions.kind_of_model(model.name) in ("mlp", "vit"):
     yield f"model.name={model.name!r}: {DPO} takes a transformer"
   if training.loss_chunks != 1 and not TASKS[task].of_tokens:
     yield f"training.loss_chunks={training.loss_chunks}: {task} has no vocabulary to cut"

@@ -164,7 +164,8 @@ def test_an_adapter_fills_in_the_keys_of_lora(tmp_path):
   stored(tmp_path / "a", config, "llama", tensors, lora_dropout=0.1)
   with plain.unlocked():
     peft_adapter.adopt(plain.lora, str(tmp_path / "a"), "llama")
-  assert plain.lora.to_dict() == {**config.lora.to_dict(), "dropout": 0.1}
+  named = {"dropout": 0.1, "targets": ("layers/attention/query", "layers/mlp/down")}
+  assert plain.lora.to_dict() == {**config.lora.to_dict(), **named}
   plain.lora.alpha = 7.0
   with pytest.raises(ValueError, match=r"lora.alpha=7\.0, and 6\.0 there; leave lora.rank"):
     peft_adapter.adopt(plain.lora, str(tmp_path / "a"), "llama")

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import model_checks
 from models import layers, model_spec, transformer
 from models.layers import Linear
 from models.spec import RESIDUAL
@@ -24,11 +23,20 @@ def job():
   return make_job("single", "lm", **RANK_3)
 
 
-def test_the_layers_that_a_config_may_name_are_those_of_the_table(job):
-  table = model_spec(job.config).parameters
-  for part in ("/lora_a", "/lora_b"):
-    named = {name.removesuffix(part) for name in table if name.endswith(part)}
-    assert {*model_checks.linear_layers(job.config.model)} == named
+@pytest.mark.parametrize(
+  ("targets", "said"),
+  [
+    (
+      ("query", "q_proj"),
+      r"lora\.targets: 'q_proj' matches no linear layer; .* The layers are query, key, value, out, "
+      r"gate, up, down; embeddings",
+    ),
+    ((), r"lora\.targets: \(\) names no layer"),
+  ],
+)
+def test_targets_that_match_nothing_are_refused(targets, said):
+  with pytest.raises(ValueError, match=said):
+    make_job("single", "lm", **RANK_3, **{"lora.targets": targets})
 
 
 def test_an_adapter_is_an_entry_of_the_parameter_table(job):

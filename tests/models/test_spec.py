@@ -38,9 +38,9 @@ def test_what_follows_from_several_keys():
   spec = spec_of(**{"lora.rank": 4, "lora.alpha": 6.0, "lora.rs": True, "lora.targets": ("up",)})
   assert spec.padded_vocabulary == 72
   assert spec.lora.scale == 6 / math.sqrt(4)
-  assert spec.lora.adapts("layers/mlp/up")
-  assert not spec.lora.adapts("layers/mlp/down")
-  assert not spec_of().lora.adapts("layers/mlp/up")
+  assert spec.adapts("layers/mlp/up")
+  assert not spec.adapts("layers/mlp/down")
+  assert not spec_of().adapts("layers/mlp/up")
   assert spec.out_scale == 1 / math.sqrt(2 * 2)
 
 

@@ -102,26 +102,8 @@ def test_cudnn_is_refused_on_devices_without_it(platform, capability, said):
 # ------------------------------ low-rank adapters ------------------------------
 
 
-@pytest.mark.parametrize(
-  ("keys", "said"),
-  [
-    (
-      "lora.targets=('query','q_proj')",
-      r"lora\.targets: 'q_proj' matches no linear layer; .* The layers are query, key, value, out, "
-      r"gate, up, down; embeddings",
-    ),
-    ("lora.targets=()", r"lora\.targets: \(\) names no layer"),
-    ("model.gated=False lora.targets=('gate',)", r"'gate' matches no linear layer"),
-  ],
-)
-def test_targets_that_match_nothing_are_refused(keys, said):
-  with pytest.raises(ValueError, match=said):
-    finalized("lm", **settings(f"lora.rank=4 {keys}"))
-
-
-def test_targets_become_names_and_the_adapters_are_trained():
+def test_adapters_are_trained():
   config = checked("lora.rank=4 lora.targets=('o*','layers/attention/key')")
-  assert config.lora.targets == ("layers/attention/key", "layers/attention/out")
   assert config.training.trainable == ("*/lora_*",)
   again = finalize.finalize(config, "cpu")
   assert again.to_json_best_effort() == config.to_json_best_effort()
