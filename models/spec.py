@@ -109,10 +109,15 @@ class ModelSpec(abc.ABC):
     return False
 
   @classmethod
-  def of_sections(cls, sections: ConfigDict) -> "ModelSpec":
-    """Returns the spec of a finalized config, which is a mapping of sections."""
+  def of_sections(cls, sections: ConfigDict, **given: Any) -> "ModelSpec":
+    """Returns the spec of a finalized config, which is a mapping of sections.
+
+    Args:
+      sections: of the config.
+      **given: fields that have another name than their key.
+    """
     training = sections["training"]
-    given = {
+    given |= {
       "parameter_dtype": jnp.dtype(training["parameter_dtype"]),
       "compute_dtype": jnp.dtype(training["compute_dtype"]),
       "widths": mup.widths(sections["model"]),
@@ -206,6 +211,9 @@ class LayersSpec(ModelSpec):
     return any(name in BIASES.get(part, (part,)) for part in self.biases.split(","))
 
 
+_MEASURED = ("training", "evaluation")  # sections whose key `metrics` names registered ones
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderSpec(LayersSpec):
   """What a decoder is made of.
@@ -282,6 +290,15 @@ class DecoderSpec(LayersSpec):
 
   sequence_length: int
   task: str
+
+  training_metrics: tuple[str, ...]  # training.metrics and evaluation.metrics
+  evaluation_metrics: tuple[str, ...]
+
+  @classmethod
+  def of_sections(cls, sections: ConfigDict, **given: Any) -> "DecoderSpec":
+    """Returns the spec of a finalized config; see `ModelSpec`."""
+    metrics = {f"{name}_metrics": tuple(sections[name]["metrics"]) for name in _MEASURED}
+    return super().of_sections(sections, **metrics, **given)
 
   @functools.cached_property
   def legend(self) -> dict[str, Dim]:

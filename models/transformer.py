@@ -54,7 +54,7 @@ from partitioning.constraints import axes_splitting, constrain
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel.matmuls import column_parallel
 from partitioning.parallel.vocabulary import chunked_logits
-from runtime.extensions import kind_of_model
+from runtime.extensions import kind_of_model, registered
 from runtime.layer_kinds import beside_sparse
 from runtime.suggest import most_similar
 
@@ -63,6 +63,9 @@ from runtime.suggest import most_similar
 class TransformerSpec(DecoderSpec):
   """What a decoder is made of, with what all of its parts determine together."""
 
+  # Letter of a user's own part -> devices that split its dim; for plans, of the part of one device.
+  own_parts: tuple[tuple[str, int], ...] = ()
+
   @functools.cached_property
   def legend(self) -> dict[str, Dim]:
     """Returns letter -> Dim, those of a user's own parts among them.
@@ -70,17 +73,24 @@ class TransformerSpec(DecoderSpec):
     Raises:
       ValueError: a part's letter or dim is one of the decoder's.
     """
-    found = super().legend
-    for part in (attention_class(self), MLPS[self.mlp]):
-      own = part.legend(self) if hasattr(part, "legend") else {}
+    found, parts = super().legend, dict(self.own_parts)
+    for part, own in self.own_dims().items():
       names = {dim.name for dim in found.values()}
       if taken := [x for x, dim in own.items() if x in found or dim.name in names]:
         raise ValueError(
-          f"legend of {part.__name__}: {', '.join(taken)}: the decoder has a letter or a dim of "
-          f"that name; its letters are {''.join(found)}"
+          f"legend of {part}: {', '.join(taken)}: the decoder has a letter or a dim of that name; "
+          f"its letters are {''.join(found)}"
         )
-      found = found | own
+      split = {
+        x: dataclasses.replace(dim, size=dim.size // parts.get(x, 1)) for x, dim in own.items()
+      }
+      found = found | split
     return found
+
+  def own_dims(self) -> dict[str, dict[str, Dim]]:
+    """Returns class -> letter -> Dim, of a user's attention and MLP that have dims of their own."""
+    kinds = attention_class(self), MLPS[self.mlp]
+    return {kind.__name__: kind.legend(self) for kind in kinds if hasattr(kind, "legend")}
 
   @functools.cached_property
   def parameters(self) -> dict[str, str]:
@@ -248,13 +258,36 @@ class Transformer(nnx.Module):
   def leave(self, x_BRD: Float[Array, "B R D"], batch: Batch, key: Key[Array, ""] | None) -> Sums:
     """Returns the sums of the losses of the tokens, of the residual after the last layer."""
     targets_BT, weights_BT = self._ordered(batch, "targets"), self._ordered(batch, "weights")
+    metrics = self.spec.evaluation_metrics if key is None else self.spec.training_metrics
+    logits_BTV = self.head(x_BRD) if metrics or self.spec.loss_chunks == 1 else None
+    own = self._measured(metrics, logits_BTV, batch) if metrics else {}
+    given = x_BRD, targets_BT
     if not self.spec.z_loss or key is None:
-      [losses_BT] = self._of_logits(x_BRD, targets_BT, ("loss",))
-      return {"loss": weighted_sum(losses_BT, weights_BT)}
-    losses_BT, normalizers_BT = self._of_logits(x_BRD, targets_BT, ("loss", "normalizer"))
+      [losses_BT] = self._of_logits(*given, ("loss",), logits_BTV)
+      return {"loss": weighted_sum(losses_BT, weights_BT), **own}
+    losses_BT, normalizers_BT = self._of_logits(*given, ("loss", "normalizer"), logits_BTV)
     # In training alone: an evaluation's loss is the cross-entropy. Source: arXiv:2204.02311, 5.
     z_loss = self.spec.z_loss * weighted_sum(normalizers_BT**2, weights_BT)
-    return {"loss": weighted_sum(losses_BT, weights_BT) + z_loss, "z_loss": z_loss}
+    return {"loss": weighted_sum(losses_BT, weights_BT) + z_loss, "z_loss": z_loss, **own}
+
+  def _measured(self, names: tuple[str, ...], logits_BTV: jax.Array, batch: Batch) -> Sums:
+    """Returns the weighted sums of registered metrics of the tokens.
+
+    Raises:
+      ValueError: a metric does not give a number for each token.
+    """
+    logits_BTV = jax.lax.stop_gradient(logits_BTV)
+    arrays = {name: self._ordered(batch, name) for name in batch if name != POSITIONS}
+    found = {}
+    for name in names:
+      x_BT = registered("metric", name)(logits_BTV, arrays)
+      if jnp.shape(x_BT) != arrays["weights"].shape:
+        raise ValueError(
+          f"the metric {name!r} gives an array of shape {jnp.shape(x_BT)}; it has to give a number "
+          f"for each token, {arrays['weights'].shape}"
+        )
+      found[name] = weighted_sum(x_BT.astype(logits_BTV.dtype), arrays["weights"])
+    return found
 
   def row_scores(self, batch: Batch) -> Sums:
     """Returns numbers of each row, [B], without dropout; see `models.Scoring`."""
@@ -316,12 +349,23 @@ class Transformer(nnx.Module):
     return ring_attention.zigzag_order(length, count) if ring else None
 
   def _of_logits(
-    self, x_BRD: Float[Array, "B R D"], targets_BT: Int[Array, "B T"], names: tuple[str, ...]
+    self,
+    x_BRD: Float[Array, "B R D"],
+    targets_BT: Int[Array, "B T"],
+    names: tuple[str, ...],
+    logits_BTV: Float[Array, "B T V"] | None = None,
   ) -> list[jax.Array]:
-    """Returns numbers of each token; only one of `loss_chunks` has its logits in memory."""
+    """Returns numbers of each token; only one of `loss_chunks` has its logits in memory.
+
+    Args:
+      x_BRD: the residual after the last layer.
+      targets_BT: the next tokens.
+      names: of the numbers, see `losses.TokenNumbers`.
+      logits_BTV: of `head`, where they are known.
+    """
     numbers = TokenNumbers(names, self._finished)
     if self.spec.loss_chunks == 1:
-      return numbers.of_all(self.head(x_BRD), targets_BT)
+      return numbers.of_all(self.head(x_BRD) if logits_BTV is None else logits_BTV, targets_BT)
     normed_BRD, kernel = self.final_norm(x_BRD), self._unembedding()
     return chunked_logits(normed_BRD, kernel, targets_BT, numbers, self.spec.loss_chunks, RESIDUAL)
 

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from models import blockwise_attention, model_spec
 from models.layer_stack import order_of, trip_counts
 from models.positions import layer_pattern
-from models.spec import latent_sizes
+from models.spec import ModelSpec, latent_sizes
 from partitioning.constraints import activation_layout
 from partitioning.parallel import ring_attention
 from partitioning.parallel.pipeline_schedule import GPIPE
@@ -263,6 +263,15 @@ def _own_experts(model: ConfigDict, parts: Callable[[str], int]) -> None:
   model.router_groups = model.router_top_groups = 1
 
 
+def _model_of(part: DevicePart) -> ModelSpec:
+  """Returns the model of a device's part, its own dims split as the keys' sizes are."""
+  model = model_spec(part.keys)
+  if part.step.kind != "transformer":
+    return model
+  letters = [letter for own in model.own_dims().values() for letter in own]
+  return dataclasses.replace(model, own_parts=tuple((x, part.step.parts(x)) for x in letters))
+
+
 def gradients(part: DevicePart, *, ticks: bool = False) -> Any:
   """Returns the jaxpr of the gradients of a batch on a single device.
 
@@ -271,7 +280,7 @@ def gradients(part: DevicePart, *, ticks: bool = False) -> Any:
     ticks: of a pipeline, with the ticks of its schedule; else its layers alone.
   """
   step, data = part.step, part.keys.data
-  program = make_program(resolve(part.keys))
+  program = make_program(dataclasses.replace(resolve(part.keys), model=_model_of(part)))
   schedule = step.pipeline if ticks else None
   program = dataclasses.replace(program, pipeline=schedule)
   names = {"B": data.global_batch_size, "T": data.sequence_length}
@@ -297,7 +306,7 @@ def _one_device(part: DevicePart, stages: int = 1) -> Iterator[None]:
   pipeline's region splits the layers over.
   """
   step, tables = part.step, part.keys.partitioning
-  legend = model_spec(part.keys).legend
+  legend = _model_of(part).legend
   activations, parameters = (dict.fromkeys(t, ()) for t in (tables.activations, tables.parameters))
   sizes = dict.fromkeys(step.mesh.axis_names, 1)
   if "T" in legend:

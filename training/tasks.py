@@ -91,6 +91,14 @@ class Task:
     return {name: metric(totals) for name, metric in self.metrics.items()} | own
 
 
+# Of names that a line about a step has already, there is None.
+_TAKEN = ("loss", "weight", "z_loss", "grad_norm", "learning_rate", "step", "tokens_per_second")
+# Functions (logits [B, T, V], arrays of the batch) -> a number for each token, [B, T], of which
+# steps and evaluations report the mean by the tokens' weights. A decoder's, which
+# `training.metrics` and `evaluation.metrics` name; config files register them.
+METRICS: Table = Table("metric", dict.fromkeys(_TAKEN), numerics=False)
+
+
 def _pairs() -> dict[str, tuple[str, str]]:
   """Returns the batch of DPO: of each side tokens, and log p under the reference; pairs weigh."""
   batch = {"weights": ("B", "float32")}

@@ -123,6 +123,11 @@ EVALUATION: Rows = {
     "the parameters themselves",
     least=0,
   ),
+  "metrics": Key(
+    (),
+    'registered metrics of the tokens, besides the task\'s: ("top_1",)',
+    readers=("decoder", "tokens", "not dpo"),
+  ),
   "sample_tokens": Key(
     0,
     "Tokens sampled at the end of training, and with metrics.report at each evaluation; 0: off",

@@ -224,6 +224,12 @@ TRAINING: Rows = {
     off=1,
   ),
   **shared(_BAD_STEPS, resume=MAY_CHANGE),
+  "metrics": Key(
+    (),
+    'registered metrics of the tokens that each logged step has: ("top_1",)',
+    resume=MAY_CHANGE,
+    readers=("decoder", "tokens", "not dpo"),
+  ),
   "callbacks": Key(
     (),
     'registered functions that are called every n steps: ("norms",)',

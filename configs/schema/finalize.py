@@ -521,9 +521,10 @@ def with_choices(
     table.with_sections(_schedule, config, recipe=recipe)
     table.with_sections(_final_evaluation, config)
     _rows_to_skip(config.data)
-    # --config.metrics.sinks=csv,wandb is one name for the parser of flags.
-    names = ",".join(map(str, config.metrics.sinks))
-    config.metrics.sinks = tuple(name for name in names.split(",") if name)
+    for section, key in (("metrics", "sinks"), ("training", "metrics"), ("evaluation", "metrics")):
+      # --config.metrics.sinks=csv,wandb is one name for the parser of flags.
+      names = ",".join(map(str, config[section][key]))
+      config[section][key] = tuple(name for name in names.split(",") if name)
     tables = config.partitioning
     if tables.sequence_parallel and "residual_sequence" in tables.activations:
       given = tables.activations.residual_sequence

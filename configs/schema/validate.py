@@ -30,7 +30,7 @@ from runtime.suggest import nearest
 from training.callbacks import CALLBACKS
 from training.metrics.sinks import SINKS
 from training.optimizer import optimizer_keys
-from training.tasks import DPO, TASKS
+from training.tasks import DPO, METRICS, TASKS
 
 MOST_NORMS = 64  # that are stored on every device
 
@@ -267,15 +267,18 @@ def _task(model: ConfigDict, training: ConfigDict, task: str) -> Iterator[str]:
     yield f"training.loss_chunks={training.loss_chunks}: {task} has no vocabulary to cut"
 
 
-def _registered(training: ConfigDict, metrics: ConfigDict) -> Iterator[str]:
-  """Yields the names of callbacks and sinks that nobody has registered."""
+def _registered(training: ConfigDict, evaluation: ConfigDict, metrics: ConfigDict) -> Iterator[str]:
+  """Yields the names of callbacks, sinks and metrics that nobody has registered."""
   for key, given, known_ones in (
     ("training.callbacks", training.callbacks, CALLBACKS),
     ("metrics.sinks", metrics.sinks, SINKS),
+    ("training.metrics", training.metrics, METRICS),
+    ("evaluation.metrics", evaluation.metrics, METRICS),
   ):
-    known = f"registered are {', '.join(known_ones)}" if known_ones else "none is registered"
-    for one in (one for one in given if one not in known_ones):
-      yield f"{key}: unknown {known_ones.what} {one!r}; {known}{nearest(str(one), known_ones)}"
+    names = [name for name, value in known_ones.items() if value is not None]
+    known = f"registered are {', '.join(names)}" if names else "none is registered"
+    for one in (one for one in given if one not in names):
+      yield f"{key}: unknown {known_ones.what} {one!r}; {known}{nearest(str(one), names)}"
 
 
 def _forms(partitioning: ConfigDict, training: ConfigDict, compiler_options: str) -> Iterator[str]:
