@@ -15,12 +15,11 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from models.layers import Linear, Norm, adapter_dropout, named
 from models.positions import Layer, Rows, apply_rope, layer_pattern
-from models.spec import LATENT_ATTENTION, RESIDUAL, DecoderSpec, LayersSpec
+from models.spec import RESIDUAL, DecoderSpec, LayersSpec
 from partitioning.constraints import axes_splitting, constrain, tie_to
 from partitioning.dtypes import scaled, wide_dtype
 from partitioning.parallel.matmuls import column_parallel, row_parallel
 from partitioning.parallel.sharded_function import splits
-from runtime.extensions import Table
 from runtime.rematerialization import ATTENTION_OUTPUT
 
 # ------------------------------ block sizes ------------------------------
@@ -589,26 +588,3 @@ def bidirectional_attention(
   scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=wide)
   weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BSNH.dtype)
   return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)
-
-
-def _latent_attention() -> type[nnx.Module]:
-  from models.latent_attention import LatentAttention  # of such models alone
-
-  return LatentAttention
-
-
-# By `model.attention`: the class, or what imports and returns it.
-ATTENTION: Table = Table(
-  "attention",
-  {
-    "grouped_query": GroupedQueryAttention,
-    "bidirectional": BidirectionalAttention,
-    LATENT_ATTENTION: _latent_attention,
-  },
-)
-
-
-def attention_class(spec: LayersSpec) -> type[nnx.Module]:
-  """Returns the class of a model's attention."""
-  found = ATTENTION[spec.attention]
-  return found if isinstance(found, type) else found()

@@ -18,9 +18,10 @@ from jaxtyping import Array, Float, Int, Key
 
 from models import activations
 from models.attention import (
+  BidirectionalAttention,
   Cache,
+  GroupedQueryAttention,
   LatentCache,
-  attention_class,
   cache_layer,
   of_layers,
   per_layer,
@@ -29,12 +30,36 @@ from models.attention import (
 from models.layers import MLPS, NORMS, dropout, named, rematerialized
 from models.losses import Sums
 from models.positions import Layer, Rows
-from models.spec import LAYERS, RESIDUAL, LayersSpec, under
+from models.spec import LATENT_ATTENTION, LAYERS, RESIDUAL, LayersSpec, under
 from partitioning.dtypes import scaled
 from partitioning.parallel.pipeline_schedule import stages_of
+from runtime.extensions import Table
 from runtime.layer_kinds import is_sparse
 
 # ------------------------------ one layer ------------------------------
+
+
+def _latent_attention() -> type[nnx.Module]:
+  from models.latent_attention import LatentAttention  # of such models alone
+
+  return LatentAttention
+
+
+# By `model.attention`: the class, or what imports and returns it.
+ATTENTION: Table = Table(
+  "attention",
+  {
+    "grouped_query": GroupedQueryAttention,
+    "bidirectional": BidirectionalAttention,
+    LATENT_ATTENTION: _latent_attention,
+  },
+)
+
+
+def attention_class(spec: LayersSpec) -> type[nnx.Module]:
+  """Returns the class of a model's attention."""
+  found = ATTENTION[spec.attention]
+  return found if isinstance(found, type) else found()
 
 
 class Block(nnx.Module):

@@ -24,8 +24,8 @@ from partitioning.dims import Dim
 
 from models import activations, layer_stack, load_balance, losses
 from models.attention import CACHE as CACHE
-from models.attention import Cache, LatentCache, attention_class, soft_cap
-from models.layer_stack import STACKS, Block, order_of, stacked
+from models.attention import Cache, LatentCache, soft_cap
+from models.layer_stack import STACKS, Block, attention_class, order_of, stacked
 from models.layers import MLPS, NORMS, POSITION_EMBEDDINGS, Embedding, Linear
 from models.load_balance import COUNTS
 from models.losses import Batch, Sums, TokenNumbers, weighted_sum
