@@ -20,7 +20,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
-from partitioning.dims import Dim
 
 from models import activations, layer_stack, load_balance, losses
 from models.attention import CACHE as CACHE
@@ -54,6 +53,7 @@ from partitioning.constraints import axes_splitting, constrain
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel.matmuls import column_parallel
 from partitioning.parallel.vocabulary import chunked_logits
+from partitioning.rules import Dim
 from runtime.extensions import kind_of_model, registered
 from runtime.layer_kinds import beside_sparse
 from runtime.suggest import most_similar

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
-from partitioning.shardings import shard_shape
 
 from partitioning.constraints import ActivationLayout
 from partitioning.parallel.pipeline_schedule import GPIPE, STAGE, Schedule
