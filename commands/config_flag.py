@@ -8,6 +8,7 @@ import ast
 import inspect
 import os
 import pathlib
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,8 +19,10 @@ from configs import base
 from runtime import extensions
 from runtime.suggest import closest, nearest
 
-FOLDER = pathlib.Path(__file__).resolve().parent.parent / "configs"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "configs"
 EXPERIMENTS = FOLDER / "experiments"
+_OF_RUNS = f"{ROOT / 'commands' / 'run_config.py'}:"  # what begins --config of a run's own config
 
 
 def parse(argv: list[str], names: tuple[str, ...] = ("config",)) -> list[str]:
@@ -72,9 +75,30 @@ def set_keys(settings: Sequence[str]) -> list[str]:
   return [setting.partition("=")[0] for setting in settings]
 
 
+def of_run(folder: str) -> str:
+  """Returns the value of --config that stands for the config of a run."""
+  return f"{_OF_RUNS}{folder}"
+
+
+def run_in(value: str) -> str:
+  """Returns the folder of a run in what `of_run` returns; "" in other values of --config."""
+  return value.removeprefix(_OF_RUNS) if value.startswith(_OF_RUNS) else ""
+
+
+def source(flag: flags.FlagHolder) -> str:
+  """Returns the file that a config is from, or the folder of its run."""
+  [*_, value] = config_values(sys.argv, flag.name)
+  return run_in(value) or config_flags.get_config_filename(flags.FLAGS[flag.name])
+
+
 def name(flag: flags.FlagHolder) -> str:
-  """Returns `dp4_tp2_lm` for `--config=configs/dp4_tp2.py`: the strategy and the recipe."""
-  path = config_flags.get_config_filename(flags.FLAGS[flag.name])
+  """Returns `dp4_tp2_lm` for `--config=configs/dp4_tp2.py`: the strategy and the recipe.
+
+  Of a run's config it is the name of the run's folder.
+  """
+  path = source(flag)
+  if not path.endswith(".py"):
+    return pathlib.PurePath(path).name
   strategy = os.path.splitext(os.path.basename(path))[0]
   return f"{strategy}_{flag.value.argument}".replace("=", "-").replace(",", "_")
 
@@ -139,16 +163,13 @@ def load(flag: str, value: str) -> ConfigDict:
   Raises:
     ValueError: there is no such file, it is not a strategy, or its `get_config` fails.
   """
+  if run := run_in(value):
+    from commands import run_config  # of runs alone
+
+    return run_config.get_config(run)
   path, colon, argument = value.partition(":")
   if not os.path.isfile(path):
-    known = {pathlib.Path(file).stem: file for file in strategies()}
-    complete = {path.stem: f"configs/experiments/{path.name}" for path in EXPERIMENTS.glob("*.py")}
-    near = closest(pathlib.Path(path).stem, shipped := {**complete, **known})
-    hint = f"; did you mean {shipped[near]!r}?" if near else ""
-    raise ValueError(
-      f"--{flag}={value}: there is no config file {path!r}{hint} "
-      f"(shipped are {', '.join(known.values())})"
-    )
+    raise ValueError(f"--{flag}={value}: {no_such_file(path)}")
   shipped = f"; give a strategy, such as {strategies()[0]}"
   if not path.endswith(".py"):
     raise ValueError(f"--{flag}={value}: {path} is not a Python file{shipped}")
@@ -177,6 +198,15 @@ def load(flag: str, value: str) -> ConfigDict:
       f"mesh=...) returns"
     )
   return config
+
+
+def no_such_file(path: str) -> str:
+  """Returns that there is no such config file, with one of a similar name, and what is shipped."""
+  known = {pathlib.Path(file).stem: file for file in strategies()}
+  complete = {path.stem: f"configs/experiments/{path.name}" for path in EXPERIMENTS.glob("*.py")}
+  near = closest(pathlib.Path(path).stem, shipped := {**complete, **known})
+  hint = f"; did you mean {shipped[near]!r}?" if near else ""
+  return f"there is no config file {path!r}{hint} (shipped are {', '.join(known.values())})"
 
 
 def _module(flag: str, value: str):

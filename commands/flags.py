@@ -9,12 +9,11 @@ from absl import flags
 from etils import epath
 from ml_collections import config_flags
 
-from commands import config_flag, help
+from commands import config_flag, help, words
 from commands.refusal import refuse
 from commands.verbs import VERBS
 from runtime import exit_codes, files
 from runtime.printable import printable
-from runtime.suggest import nearest
 
 _MOST_PROMPTS = 2**24  # bytes of a file with prompts
 
@@ -141,26 +140,17 @@ def command_to_train() -> str:
   """Returns the command that trains this process' config: without the verb and its own flags."""
   own = {flag.name for flag, owners in OWNERS if "train" not in owners}
   own |= {WORKDIR.name, DEBUG.name}
-  words, rest = [], iter(sys.argv[1:])
-  for word in rest:
-    name, equals, _ = word.lstrip("-").partition("=")
-    if word.startswith("-") and name in own:
-      if not equals and not isinstance(flags.FLAGS[name].value, bool):
-        next(rest, None)
-    elif word.startswith("-") or (words and words[-1] in ("--config", "-config")):
-      words.append(word)
-  return printable(shlex.join(["python", pathlib.Path(sys.argv[0]).name, *words]))
+  kept = [
+    word
+    for word, is_flag in words.joined(_typed)
+    if (word.lstrip("-").partition("=")[0] not in own if is_flag else word not in VERBS)
+  ]
+  return printable(shlex.join(["python", pathlib.Path(sys.argv[0]).name, *kept]))
 
 
 def chosen_verb(words: list[str]) -> str:
+  """Returns the verb; raises ValueError for flags that it does not take, and for empty ones."""
   verb = words[0] if words else "train"
-  if verb not in VERBS:
-    near = nearest(verb, VERBS)
-    raise ValueError(f"unknown verb {verb!r}; there are {', '.join(VERBS)}{near}")
-  if len(words) > 1 and not VERBS[verb].words:
-    raise ValueError(f"unexpected {words[1]!r} after the verb; options begin with --")
-  if CONFIG.value is None and VERBS[verb].config == "required":
-    raise ValueError("no config; for example: python main.py --config=configs/dp4_tp2.py")
   for flag, owners in OWNERS:
     if given(flag) and verb not in owners:
       *first, last = owners
@@ -203,9 +193,10 @@ def facts(verb: str) -> dict[str, object]:
 
 def parse_flags(argv: list[str]) -> list[str]:
   """Parses the flags; what absl and ml_collections raise is a refusal like any other."""
+  owners = {flag.name: verbs for flag, verbs in OWNERS}
   try:
     if help.asked(argv):
-      help.show(help.text(argv, {flag.name: owners for flag, owners in OWNERS}))
+      help.show(help.text(words.as_flags(argv, owners, asks=True), owners))
       sys.exit(exit_codes.DONE)
     _typed[:] = argv[1:]
     sys.argv = rewritten(argv)  # ml_collections reads it
@@ -215,10 +206,12 @@ def parse_flags(argv: list[str]) -> list[str]:
 
 
 def rewritten(argv: list[str]) -> list[str]:
-  """Returns a command line as it is parsed.
+  """Returns a command line as it is parsed: words and `--set` as flags, and with a config.
 
-  `--set` becomes overrides. `--against` of `report` names no config: its value becomes a word.
+  `--against` of `report` names no config: its value becomes a word.
   """
   if argv[1:2] == ["report"]:
     argv = [re.sub(r"^--?against=", "", word) for word in argv if word not in _AGAINST]
-  return config_flag.with_settings(argv, ("config", "against"))
+  argv = words.as_flags(argv, {flag.name: verbs for flag, verbs in OWNERS})
+  verb = argv[1] if argv[1:] and argv[1] in VERBS else "train"
+  return config_flag.with_settings(words.with_default(argv, verb), ("config", "against"))

@@ -1,6 +1,8 @@
 """The verb `train`: trains or resumes a run, and returns its exit code."""
 
+import copy
 import dataclasses
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,7 +16,7 @@ from partitioning.mesh_sizes import mesh_text
 from processes import coordination as groups
 from processes.watchdog import DONE, Watchdog
 from reports import layout_text
-from runtime import exit_codes, files
+from runtime import exit_codes, extensions, files
 from runtime.printable import printable
 from training import (
   base_parameters,
@@ -35,11 +37,13 @@ from training.metrics.console import say, say_wrapped
 
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
+  parsed = copy.deepcopy(flags.CONFIG.value)
   run_tokenizer.adopt_missing(flags.CONFIG.value, flags.workdir())
   splits.train_missing_tokenizer(flags.CONFIG.value)
   restore.adopt_schedule(flags.CONFIG.value, flags.workdir())
   [ready] = build.prepare(flags.CONFIG)
   workdir = flags.workdir()
+  ready = dataclasses.replace(ready, given=parsed)  # before anything was taken from the workdir
   data, start = open_run(ready, workdir, watch, flags.ACCEPT.value)
   return lambda: run(data, start, watch)
 
@@ -173,10 +177,16 @@ def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:
 
 
 def write_files(data: splits.Data, start: restore.Start) -> None:
-  """Writes `config.json`, `layout.txt` and, if the config allows bad records, their list."""
+  """Writes `config.json`, `given.json`, `layout.txt` and, if any are allowed, bad records."""
   ready, workdir, require = start.job, start.workdir, start.owner.require
-  text = files.json_text(resume_policy.plain(ready.config), indent=2) + "\n"
-  files.replace(workdir / workdir_files.CONFIG, text, require=require)
+  resolved, given = map(resume_policy.plain, (ready.config, ready.given or ready.config))
+  # A file of the project is found wherever the run is continued.
+  loaded = [str(path).removeprefix(f"{extensions.ROOT}{os.sep}") for path in extensions.loaded()]
+  for name, values in (
+    (workdir_files.CONFIG, resolved),
+    (workdir_files.GIVEN, {"config_files": loaded, "config": given}),
+  ):
+    files.replace(workdir / name, files.json_text(values, indent=2) + "\n", require=require)
   text = layout_text.job_text(ready) + "\n"
   files.replace(workdir / workdir_files.LAYOUT, text, require=require)
   copied = run_tokenizer.contents(ready.config.data, ready.config.model)

@@ -18,8 +18,9 @@ from training.metrics.console import say
 from training.metrics.log_lines import FILE, MOST_BYTES
 from training.metrics.writer import DAMAGED
 
-CONFIG, LAYOUT, BAD_RECORDS = "config.json", "layout.txt", "bad_records.json"
-WRITTEN = (CONFIG, LAYOUT, BAD_RECORDS, FILE, DAMAGED)
+CONFIG, GIVEN = "config.json", "given.json"  # the config finalized, and as it was parsed
+LAYOUT, BAD_RECORDS = "layout.txt", "bad_records.json"
+WRITTEN = (CONFIG, GIVEN, LAYOUT, BAD_RECORDS, FILE, DAMAGED)
 WRITTEN += (history.FILE, history.REPORT, history.DRAWINGS)
 FOLDERS = ("profile", "tokenizer")
 

@@ -56,7 +56,7 @@ def test_named_keys_as_text_for_devices_that_are_not_there(main):
   [
     (("config", "optimizer.foo", DP4_TP2), "no config key begins with 'optimizer.foo'", ""),
     (("config", "trainin.steps", DP4_TP2), "did you mean 'training.steps'?", ""),
-    (("config",), "no config; for example", ""),
+    (("config", "mesh", "--config=x", "configs/dp8"), "configs/dp8 and x: two configs", ""),
     (("train", "steps", DP4_TP2), "unexpected 'steps' after the verb", ""),
     (("layout", DP4_TP2, "--json"), "--json belongs to the verb config, not to layout", ""),
     (("config", DP4_TP2, "--topology=v5p:4"), "v5p takes 3 dims", ""),

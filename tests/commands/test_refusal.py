@@ -60,7 +60,10 @@ REFUSALS = {
     [DP8, "--training.steps=10"],
     ["unknown flag --training.steps; did you mean '--config.training.steps'?"],
   ),
-  "no config": ([], ["no config; for example: python main.py --config="]),
+  "no config of a checkpoint": (
+    ["evaluate", "--checkpoint=docs"],
+    ["no config, and --checkpoint=docs is no run's, whose config would be taken; give --config="],
+  ),
   "unknown flag": ([DP8, "--workdri=x"], ["unknown flag --workdri", "did you mean 'workdir'?"]),
   "unknown verb": (
     ["trian", DP8],
@@ -69,7 +72,7 @@ REFUSALS = {
   "two verbs": (["train", "layout", DP8], ["unexpected 'layout' after the verb"]),
   "against without layout": (
     [DP8, "--against=configs/tp8.py"],
-    ["belongs to the verbs layout, compare and report, not to train"],
+    ["belongs to the verbs layout and compare, not to train"],
   ),
   "compare without a second config": (
     ["compare", DP8],

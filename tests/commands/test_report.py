@@ -82,9 +82,3 @@ def test_what_is_refused_has_exit_code_two(main, two, words, expected):
   assert (code, out) == (2, "")
   assert expected in err
   assert len(err.splitlines()) == 1
-
-
-def test_against_stays_a_config_for_other_verbs(main, two):
-  code, _, err = main("layout", "--config=configs/dp8.py:mlp", f"--against={two[1]}")
-  assert code == 2
-  assert "there is no config file" in err

@@ -17,14 +17,17 @@ import sys
 
 from absl import flags as absl_flags
 
-from commands import config_flag, flags, help
+from commands import config_flag, flags, help, words
 from configs.schema import finalize, validate
 
+# Stands for the runs of the pages, `runs/NAME`, which are not there.
+RUN = pathlib.Path(__file__).parents[1] / "commands" / "exported_run" / "run"
 MODEL = pathlib.Path(__file__).parents[1] / "interop" / "fixtures" / "qwen3"
 
 
 def wrong(arguments: list[str]) -> str:
   """Returns what a start with these arguments would be refused for, or ""."""
+  words.run_folder = lambda text: str(RUN) if text.startswith("runs/") else None
   if help.asked(["main.py", *arguments]):
     return ""
   sys.argv = flags.rewritten(["main.py", *arguments])

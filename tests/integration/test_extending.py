@@ -172,6 +172,14 @@ def test_evaluate_takes_the_variables_of_the_checkpoint(main, tmp_path):
   assert code == 0, (out, err)
   [written] = [line["eval_loss"] for line in lines_of(tmp_path) if "eval_loss" in line]
   assert f"eval_loss {written:.4f} " in out
+  # The run knows the file that it was begun with.
+  code, out, err = main("evaluate", str(tmp_path))
+  assert code == 0, (out, err)
+  assert f"eval_loss {written:.4f} " in out
+  (tmp_path / "centered.py").unlink()
+  code, out, err = main("evaluate", str(tmp_path))
+  assert code == 2, out
+  assert f"was begun with {tmp_path}/centered.py, which is not there; give the config" in err
 
 
 def test_an_error_in_a_model_is_one_message_with_its_place(main, tmp_path):

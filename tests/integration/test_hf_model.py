@@ -36,7 +36,7 @@ def test_a_folder_is_trained_and_its_run_needs_it_no_more(main, folder, tmp_path
     code, out, err = main(*work, *given, "--config.training.steps=2")
     assert code == 0, (out, err)
     assert "resumes from the checkpoint of step 1" in out
-    code, out, err = main("evaluate", *work)
+    code, out, err = main("evaluate", str(tmp_path / "run"))
     assert code == 0, (out, err)
   finally:
     moved.rename(folder)

@@ -32,7 +32,7 @@ def resumed(main, forty, tmp_path):
       shutil.copytree(forty[0], folder)
       for step in range(done + 10, 41, 10):
         shutil.rmtree(folder / "checkpoints" / str(step))
-    code, out, err = main(*COMMAND, f"--workdir={folder}", *more)
+    code, out, err = main("train", str(folder), *more)
     rates = [line["learning_rate"] for line in lines_of(folder) if "learning_rate" in line]
     return code, out + err, np.array(rates)
 
@@ -60,7 +60,7 @@ def test_raised_in_the_middle_it_does_not_jump_nor_after_an_interruption(resumed
   [folder] = tmp_path.iterdir()
   for step in (50, 60):
     shutil.rmtree(folder / "checkpoints" / str(step))
-  code, said, again = resumed(20, SIXTY)
+  code, said, again = resumed(20, SIXTY)  # which the run has kept, so
   assert code == 0, said
   assert "resumes from the checkpoint of step 40\n" in said
   assert "training.steps was" not in said

@@ -52,6 +52,9 @@ def test_evaluate_gives_the_same_number_on_every_mesh_and_batch_size(main, train
     assert f"evaluation after step {step} (the whole split)" in out
     loss = float(out.split("eval_loss ")[1].split()[0])
     assert (loss == pytest.approx(last, abs=1e-4)) == (step == 4)
+  code, out, err = main("evaluate", f"{trained}/checkpoints/4")
+  assert (code, err) == (0, "")
+  assert f"eval_loss {last:.4f} " in out
 
 
 def test_another_run_starts_with_the_parameters_and_its_best_step_is_kept(main, trained, tmp_path):
@@ -89,7 +92,9 @@ def test_sample_continues_prompts_on_any_mesh(main, trained, tmp_path):
     code, out, err = main("sample", f"--config=configs/{strategy}.py", *settings)
     assert code == 0, (out, err)
     texts.append(out)
-  assert texts[0] == texts[1]
+  code, out, err = main("sample", str(trained), *settings[-4:])
+  assert (code, err) == (0, "")
+  assert texts == [out] * 2
   assert "import" in texts[0]
 
 

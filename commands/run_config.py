@@ -1,0 +1,85 @@
+"""The config of a run, by its folder: `python main.py sample runs/first`.
+
+A run keeps its config as it was parsed, before any value was derived, so that what follows from
+an override (`train runs/first training.steps=1000`) is derived again. `--config` takes this file
+as any other one, with the run's folder in the place of a recipe.
+"""
+
+import functools
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+from ml_collections import ConfigDict
+
+from configs import base
+from runtime import extensions, files
+from training import workdir_files
+from training.checkpointing import integrity
+from training.checkpointing.resume_policy import flat, plain
+
+
+def get_config(location: str) -> ConfigDict:
+  """Returns the config of a run as it was parsed.
+
+  The files that the run was begun with are executed, since they may register what it names.
+
+  Args:
+    location: the run's folder.
+
+  Raises:
+    ValueError: the config cannot be read, a file of it is gone, or its keys are not this code's.
+  """
+  fix = f"give the config with --config=FILE --workdir={location}"
+  try:
+    origin, saved, config_files = _saved(epath.Path(location))
+  except (OSError, ValueError, KeyError, TypeError, integrity.UnreadableError) as error:
+    raise ValueError(f"the config of {location} cannot be read ({error}); {fix}") from error
+  if "argument" not in saved:
+    raise ValueError(f"{origin} has no key 'argument', the recipe; {fix}")
+  for file in config_files:
+    path = extensions.ROOT / file
+    if not path.is_file():
+      raise ValueError(f"{location} was begun with {path}, which is not there; {fix}")
+    extensions.load(path)
+  config = base.get_config(saved["argument"])
+  known = flat(plain(config))
+  own = any(pathlib.Path(file).is_absolute() for file in config_files)  # may have keys of its own
+  if (unknown := [key for key in saved if key not in known]) and not own:
+    raise ValueError(f"{origin}: unknown config keys {', '.join(unknown)}; {fix}")
+  changed = {key: value for key, value in saved.items() if key not in known or known[key] != value}
+  try:
+    with config.unlocked():
+      for key, value in changed.items():
+        *sections, name = key.split(".")
+        functools.reduce(ConfigDict.__getitem__, sections, config)[name] = _tuples(value)
+  except (TypeError, ValueError, KeyError) as error:
+    raise ValueError(f"{origin}: {key}={value!r} does not fit: {error}; {fix}") from error
+  return config
+
+
+def _saved(folder: epath.Path) -> tuple[epath.Path, dict[str, Any], list[str]]:
+  """Returns the file that has a run's config, its dotted keys, and the config files to execute.
+
+  Where the config as parsed is not there, it is the finalized one, of the workdir or a checkpoint.
+  """
+  given, resolved = folder / workdir_files.GIVEN, folder / workdir_files.CONFIG
+  config_files: list[str] = []
+  if given.exists():
+    origin, found = given, files.read_json(given)
+    found, config_files = found["config"], found["config_files"]
+  elif resolved.exists():
+    origin, found = resolved, files.read_json(resolved)
+  else:
+    steps = [int(one.name) for one in (folder / "checkpoints").iterdir() if one.name.isdecimal()]
+    origin = folder / "checkpoints" / str(max(steps, default="(none)"))
+    found = integrity.read_json(origin, integrity.CONFIG)
+  return origin, flat(found), config_files
+
+
+def _tuples(value: Any) -> Any:
+  """Returns a value of JSON with tuples in place of lists, as configs have them."""
+  if isinstance(value, Mapping):
+    return {key: _tuples(one) for key, one in value.items()}
+  return tuple(map(_tuples, value)) if isinstance(value, list) else value
