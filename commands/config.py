@@ -35,12 +35,13 @@ def run(*words: str) -> int:
   """
   try:
     parsed, flag = flags.CONFIG.value, absl_flags.FLAGS[flags.CONFIG.name]
+    [*_, given] = config_flag.config_values(sys.argv, flag.name)
     platform, sizes, capability = _target(parsed)
     final, choices = finalize.with_choices(parsed, platform, sizes, capability)
     values = dict(config_flag.leaves(final))
     origin = origins(
       *(parsed, final, choices),
-      file=config_flags.get_config_filename(flag),
+      file=config_flag.run_in(given) or config_flags.get_config_filename(flag),
       overridden=config_flags.get_override_values(flag),
       elsewhere=[
         finalize.finalize(parsed, other, sizes) for other in PLATFORMS if other != platform

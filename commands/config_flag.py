@@ -85,20 +85,15 @@ def run_in(value: str) -> str:
   return value.removeprefix(_OF_RUNS) if value.startswith(_OF_RUNS) else ""
 
 
-def source(flag: flags.FlagHolder) -> str:
-  """Returns the file that a config is from, or the folder of its run."""
-  [*_, value] = config_values(sys.argv, flag.name)
-  return run_in(value) or config_flags.get_config_filename(flags.FLAGS[flag.name])
-
-
 def name(flag: flags.FlagHolder) -> str:
   """Returns `dp4_tp2_lm` for `--config=configs/dp4_tp2.py`: the strategy and the recipe.
 
   Of a run's config it is the name of the run's folder.
   """
-  path = source(flag)
-  if not path.endswith(".py"):
-    return pathlib.PurePath(path).name
+  [*_, value] = config_values(sys.argv, flag.name)
+  if run := run_in(value):
+    return pathlib.PurePath(run).name
+  path = config_flags.get_config_filename(flags.FLAGS[flag.name])
   strategy = os.path.splitext(os.path.basename(path))[0]
   return f"{strategy}_{flag.value.argument}".replace("=", "-").replace(",", "_")
 
