@@ -163,6 +163,8 @@ def work(
     ValueError: it refused.
   """
   here = request["topology"] is None
+  # The compiler may be in a folder of the caller's.
+  path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
   said = folder / "stderr"
   read, write = os.pipe()
   with said.open("wb") as errors, open(read, "rb", buffering=0) as phases:
@@ -170,7 +172,7 @@ def work(
       [sys.executable, "-m", "commands.plan_worker"],
       stdin=subprocess.PIPE,
       stderr=None if debug else errors,
-      env={**os.environ, **({} if here else ENVIRONMENT), "PYTHONPATH": str(ROOT)},
+      env={**os.environ, **({} if here else ENVIRONMENT), "PYTHONPATH": path},
       pass_fds=(write,),
       start_new_session=True,
     )

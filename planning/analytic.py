@@ -5,7 +5,7 @@ What is sent is in `terms.py`. Source of the times: the scaling book, chapter on
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -20,6 +20,82 @@ from runtime.chips import Chip, Rates
 Operations = Sequence[tuple[Work, int, bool]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Counted:
+  """What a device does in a step, before it is known how fast.
+
+  Attributes:
+    operations: of `traced_step.operations` and of whole matrices.
+    update: bytes that the optimizer reads and writes.
+    sent: the communication, with the bytes of a run and the link it takes.
+  """
+
+  operations: Operations
+  update: float
+  sent: Sequence[tuple[terms.Term, int, Wire]]
+
+  def times(self, chip: Chip, rates: Rates) -> Times:
+    """Returns how long a step takes.
+
+    Operations run one after another, each for the longer of its FLOPs and its HBM traffic; then the
+    optimizer passes over the state. The communication of FSDP and data parallelism overlaps with
+    that as far as it lasts, but for a share of it (`Rates.overlap`), since the first gather and the
+    last sum have nothing beside them, and NCCL's kernels take a part of the GPU; that of `tensor`
+    and `context` is exposed.
+    """
+    bandwidth = rates.bandwidth(chip)
+    work, compute, busy = Work(0, self.update), 0.0, self.update / bandwidth
+    for one, runs, wide in self.operations:
+      work += one * runs
+      # On GPUs float32 runs as TF32, at half the speed of bfloat16 (NVIDIA's data sheets).
+      seconds = matmul_seconds(one, chip, rates) * (2 if wide and not chip.torus else 1)
+      compute += runs * seconds
+      busy += runs * max(seconds, one.bytes / bandwidth)
+    found = [(term, _sent(term, size, wire, rates)) for term, size, wire in self.sent]
+    hidden = sum(one.seconds for term, one in found if term.hidden)
+    least = max(0.0, hidden - busy) / hidden if hidden else 0.0
+    waited = tuple(
+      dataclasses.replace(
+        one, exposed_seconds=max(least, 1 - rates.hidden_on(one.wire.network)) * one.seconds
+      )
+      if term.hidden
+      else one
+      for term, one in found
+    )
+    memory = work.bytes / bandwidth
+    return Times(busy + sum(one.exposed_seconds for one in waited), compute, memory, work, waited)
+
+
+def counted(
+  step: StepFacts, places: Places, *, fused: bool = True, traced: Operations | None = None
+) -> Counted:
+  """Returns what a device computes and sends in a step.
+
+  Args:
+    step: whose time it is.
+    places: of its mesh's devices in the topology.
+    fused: as of `traced_step.operations`.
+    traced: of `traced_step.operations`, if it is known; else it is traced here.
+  """
+  if traced is None:
+    traced = traced_step.operations(step, fused=fused)
+  operations = (*traced, *traced_step.of_matrices(step))
+  return Counted(operations, _bytes(step), tuple(_sizes(step, places)))
+
+
+def _sizes(step: StepFacts, places: Places) -> Iterator[tuple[terms.Term, int, Wire]]:
+  """Yields the communication of a step, with the bytes of a run and the link it takes."""
+  for term in terms.step_terms(step):
+    axes = tuple(axis for axis in step.mesh.axis_names if axis in term.axes)
+    wire = _wire(term.kind, groups(step, axes), places)
+    yield dataclasses.replace(term, axes=axes), round(term.elements * term.itemsize), wire
+
+
+def sent(step: StepFacts, places: Places, rates: Rates) -> list[Sent]:
+  """Returns the communication of a step with its time, as if nothing were hidden."""
+  return [_sent(term, size, wire, rates) for term, size, wire in _sizes(step, places)]
+
+
 def times(
   step: StepFacts,
   places: Places,
@@ -29,52 +105,14 @@ def times(
   fused: bool = True,
   traced: Operations | None = None,
 ) -> Times:
-  """Returns how long a step takes.
-
-  Operations of the traced gradients run one after another, each for the longer of its FLOPs and its
-  HBM traffic; then the optimizer passes over the state. The communication of FSDP and data
-  parallelism overlaps with that as far as possible; that of `tensor` and `context` is exposed.
-
-  Args:
-    step: whose time it is.
-    places: of its mesh's devices in the topology.
-    chip: of a device.
-    rates: achieved shares of the chip's constants.
-    fused: as of `traced_step.operations`.
-    traced: of `traced_step.operations`, if it is known; else it is traced here.
-  """
-  if traced is None:
-    traced = traced_step.operations(step, fused=fused)
-  bandwidth = rates.bandwidth(chip)
-  update = Work(0, _bytes(step))
-  work, compute, busy = update, 0.0, update.bytes / bandwidth
-  for one, runs, wide in [*traced, *traced_step.of_matrices(step)]:
-    work += one * runs
-    # On GPUs float32 runs as TF32, at half the speed of bfloat16 (NVIDIA's data sheets).
-    seconds = matmul_seconds(one, chip, rates) * (2 if wide and not chip.torus else 1)
-    compute += runs * seconds
-    busy += runs * max(seconds, one.bytes / bandwidth)
-  memory = work.bytes / bandwidth
-  found = sent(step, places, rates)
-  hidden = sum(one.seconds for term, one in found if term.hidden)
-  share = max(0.0, hidden - busy) / hidden if hidden else 0.0
-  waited = tuple(
-    dataclasses.replace(one, exposed_seconds=share * one.seconds) if term.hidden else one
-    for term, one in found
-  )
-  return Times(busy + sum(one.exposed_seconds for one in waited), compute, memory, work, waited)
+  """Returns how long a step takes, as `counted` and `Counted.times` do."""
+  return counted(step, places, fused=fused, traced=traced).times(chip, rates)
 
 
-def sent(step: StepFacts, places: Places, rates: Rates) -> list[tuple[terms.Term, Sent]]:
-  """Returns the communication of a step with its time, as if nothing were hidden."""
-  found = []
-  for term in terms.step_terms(step):
-    axes = tuple(axis for axis in step.mesh.axis_names if axis in term.axes)
-    wire = _wire(term.kind, groups(step, axes), places)
-    size = round(term.elements * term.itemsize)
-    seconds = term.runs * interconnect.seconds(term.kind, size, wire, rates)
-    found.append((term, Sent(term.kind, axes, size, term.runs, term.why, wire, seconds, seconds)))
-  return found
+def _sent(term: terms.Term, size: int, wire: Wire, rates: Rates) -> Sent:
+  """Returns a term with its time, as if nothing were hidden."""
+  seconds = term.runs * interconnect.seconds(term.kind, size, wire, rates)
+  return Sent(term.kind, term.axes, size, term.runs, term.why, wire, seconds, seconds)
 
 
 def _wire(kind: str, found: list[list[int]], places: Places) -> Wire:
@@ -123,25 +161,24 @@ _FORWARD = 1 / 3  # of the step's work
 
 
 def with_host_traffic(
-  times: Times, step: StepFacts, held: Mapping[str, int], chip: Chip, rates: Rates
+  times: Times, microbatches: int, held: Mapping[str, int], chip: Chip, rates: Rates
 ) -> Times:
   """Returns the times of a step with what its transfers add.
 
   Args:
     times: without them.
-    step: whose time it is.
+    microbatches: of a step, one after another.
     held: of `memory.of_the_host`.
     chip: of a device.
     rates: achieved shares of the chip's constants.
   """
   bandwidth = chip.host_bandwidth * rates.link
-  count = step.training.gradient_accumulation_steps
   found = []
   for what, directions in (
     ("activations", ((TO_HOST, _FORWARD), (FROM_HOST, 1 - _FORWARD))),
     ("optimizer state", ((FROM_HOST, 0), (TO_HOST, 0))),
   ):
-    size = held.get(what, 0) * (count if what == "activations" else 1)
+    size = held.get(what, 0) * (microbatches if what == "activations" else 1)
     seconds = size / bandwidth
     found += [
       HostTraffic(direction, size, seconds, max(0.0, seconds - share * times.step), what)

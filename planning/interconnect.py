@@ -1,8 +1,10 @@
 """The time of a collective, from its bytes and the links between its devices.
 
 V bytes over links of W bytes per second each way: an all-gather or reduce-scatter takes V/W, an
-all-reduce twice that, an all-to-all on a ring V/4W; a group that spans several axes of a torus
-sends along all of them, in both directions. Source: the scaling book, chapter on sharded matrices.
+all-reduce twice that, an all-to-all on a ring V/4W and over a switch V/W; a group that spans
+several axes of a torus sends along all of them, in both directions. Source: the scaling book,
+chapter on sharded matrices. Of a group over several machines or slices, the devices in one send
+side by side, each over its own part of the network (NCCL's rings, one for each card).
 Groups whose chips alternate along an axis share its links, since all groups communicate at the same
 time. A permute sends each array along one path: one direction of an axis, at half of W.
 """
@@ -28,6 +30,7 @@ _PASSES = {
   "collective-permute": 1.0,
   "collective-broadcast": 1.0,
 }
+_ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
 # Kind -> how often V passes the device's own memory: what is received is written, what is sent on
 # is read, and a sum also reads the device's own part.
 _MEMORY_PASSES = {
@@ -41,6 +44,9 @@ _MEMORY_PASSES = {
 }
 
 
+DCN = "DCN"  # between machines of GPUs, and between slices
+
+
 @dataclasses.dataclass(frozen=True)
 class Wire:
   """The link between a group of devices.
@@ -50,6 +56,7 @@ class Wire:
     bandwidth: bytes per second that a device sends.
     hops: to the farthest device of the group.
     latency: additional seconds of a collective.
+    alone: bytes per second that a device sends by itself, of an all-to-all; 0: `bandwidth`.
     links: those that a collective takes, of all devices; collectives without a common one run at
       the same time. `ICI 0+ 2,3` leads from the chip at (2, 3) along the torus' first dim, towards
       larger coordinates.
@@ -60,6 +67,7 @@ class Wire:
   hops: int
   latency: float = 0.0
   links: frozenset[str] = frozenset()
+  alone: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,9 +148,14 @@ class Places:
   def _switched(self, group: np.ndarray) -> Wire:
     """Returns the link between devices that no torus connects."""
     chip = self.topology.chip
-    slices, machines = len(np.unique(self.slices[group])), np.unique(self.coordinates[group, 0])
-    if slices > 1 or len(machines) > 1:
-      return Wire("DCN", chip.slow_bandwidth, 1, links=frozenset({"DCN"}))
+    there = self.slices if chip.torus else self.coordinates[:, 0]
+    units, members = np.unique(there[group], return_counts=True)
+    if len(units) > 1:
+      bandwidth, alone, beside = chip.slow_bandwidth, 0.0, int(members.min())
+      if beside > 1:
+        inside = self.wire(group[there[group] == units[0]])
+        bandwidth, alone = min(beside * bandwidth, inside.bandwidth), bandwidth
+      return Wire(DCN, bandwidth, 1, links=frozenset({DCN}), alone=alone)
     return Wire(chip.network, chip.link_bandwidth, 1, chip.latency, frozenset({chip.network}))
 
 
@@ -177,7 +190,10 @@ def seconds(kind: str, size: float, wire: Wire, rates: Rates) -> float:
     rates: the achieved share of a link's bandwidth.
   """
   beside = wire.hops * rates.hop_seconds + wire.latency
-  return _PASSES[kind] * size / (wire.bandwidth * rates.link) + beside
+  bandwidth, passes = wire.bandwidth, _PASSES[kind]
+  if kind in _ALL_TO_ALL and wire.network != "ICI":
+    bandwidth, passes = wire.alone or bandwidth, 1.0
+  return passes * size / (bandwidth * rates.share_of(wire.network)) + beside
 
 
 def memory_bytes(kind: str, size: float) -> float:

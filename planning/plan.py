@@ -267,9 +267,10 @@ def make(
     return dataclasses.replace(found, advice=advice)
   progress("timing the step")
   line, once = None, ""
+  microbatches = step.training.gradient_accumulation_steps
   if compiled is None:
     times = analytic.times(step, where, topology.chip, rates)
-    times = analytic.with_host_traffic(times, step, found.host_memory, topology.chip, rates)
+    times = analytic.with_host_traffic(times, microbatches, found.host_memory, topology.chip, rates)
   else:
     sent = collectives(program.text, ready.mesh)
     moved = step_time.host_transfers(compiled)
@@ -279,7 +280,9 @@ def make(
     count = next(iter(traced_step.loops(step.model)), None)
     line = timelines.of(compiled, times, sent, moved, count)
     if not moved and topology.platform == "cpu":  # its programs do not show it
-      times = analytic.with_host_traffic(times, step, found.host_memory, topology.chip, rates)
+      times = analytic.with_host_traffic(
+        times, microbatches, found.host_memory, topology.chip, rates
+      )
   per_tick = suggestions.stage_gathers_advice(target, ready)
   return dataclasses.replace(found, times=times, timeline=line, gather_once=once, per_tick=per_tick)
 

@@ -96,7 +96,8 @@ class Formulas:
     where = aot.places(step.mesh, self.target.topology)
     times = analytic.times(step, where, chip, rates, traced=traced)
     held = memory.of_the_host(step, layers)
-    times = analytic.with_host_traffic(times, step, held, chip, rates)
+    count = step.training.gradient_accumulation_steps
+    times = analytic.with_host_traffic(times, count, held, chip, rates)
     data, training = step.data, step.training
     of_tokens = TASKS[step.keys.task].of_tokens
     return Estimate(

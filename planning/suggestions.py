@@ -245,8 +245,9 @@ def stage_gathers_advice(target: Target, ready: Job) -> str:
 def gather_cost(step: StepFacts, target: Target) -> GatherCost:
   """Returns the cost of the collectives along fsdp and data."""
   places = aot.places(step.mesh, target.topology)
-  sent = (one for _, one in analytic.sent(step, places, target.rates))
-  found = [one for one in sent if {*one.axes} & {"fsdp", "data"}]
+  found = [
+    one for one in analytic.sent(step, places, target.rates) if {*one.axes} & {"fsdp", "data"}
+  ]
   return GatherCost(
     sum(one.bytes for one in found),
     sum(one.seconds for one in found),

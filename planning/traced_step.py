@@ -621,7 +621,7 @@ class _Tracer:
     """
     self.found: list[tuple[Work, int, bool]] = []
     self._share, self._kinds, self._fused, self._count = share, kinds, fused, 0
-    self._ends, self._loops = ends, 0
+    self._ends, self._loops, self._grouped = ends, 0, False
     self._in_place = in_place or {}
 
   def fresh(self, x: Any) -> Roots:
@@ -679,10 +679,13 @@ class _Tracer:
     else:
       inner = equation.params["body_jaxpr"].jaxpr
       turns = _tiles(inner)
+    whole = self._grouped
+    self._grouped |= equation.primitive.name == "while" and turns > 1
     arguments = {x: self.fresh(x) for x in [*inner.invars, *inner.constvars]}
     self._loops += 1
     self.close(inner, self.walk(inner, arguments, runs * turns), runs * turns)
     self._loops -= 1
+    self._grouped = whole
     return [self.fresh(x) for x in equation.outvars]
 
   def _kernel(self, equation: Any, read: list[Roots], runs: int) -> list[Roots]:
@@ -730,7 +733,8 @@ class _Tracer:
     elif is_written(equation):
       there = sum(_read(x, behind) for x, behind in zip(equation.invars, read, strict=True))
       flops, fused = _flops(equation), kernel_flops(equation)
-      work = Work(flops + fused, there + results, flops if _rounded(equation) else 0.0, fused)
+      rounded, grouped = flops * _rounded(equation), flops * self._grouped
+      work = Work(flops + fused, there + results, rounded, fused, grouped)
       shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
       share = min(self._in_place.get(shape, 1.0) for shape in shapes)
       self._note(work * share, runs, wide=_wide(equation))

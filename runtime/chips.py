@@ -311,6 +311,11 @@ class Rates:
     matmul: of the operations per second, in matmuls as large as a model's; 0: `Chip.matmul`.
     memory: of the memory's bandwidth, in elementwise passes; 0: `Chip.memory`.
     link: of the links' bandwidth, in collectives of many MiB.
+    slow_link: likewise between slices and between machines.
+    overlap: by formula, of the collectives that matmuls can hide, the share that they do.
+    slow_overlap: likewise between slices and between machines.
+    grouped: by formula, of what other matmuls reach, the share that those of experts do.
+    eight_bit: of what matmuls reach, the share that 8-bit ones do of their own peak.
     hop_seconds: from one chip to the next.
     spread: the range of a prediction: a step takes from `expected * (1 - spread)` to
       `expected * (1 + spread)`.
@@ -319,6 +324,11 @@ class Rates:
   matmul: float = 0.0
   memory: float = 0.0
   link: float = 0.8
+  slow_link: float = 0.8
+  overlap: float = 1.0
+  slow_overlap: float = 1.0
+  grouped: float = 1.0
+  eight_bit: float = 1.0
   hop_seconds: float = 1e-6
   spread: float = 0.2
 
@@ -326,12 +336,25 @@ class Rates:
     """Returns the bytes per second that elementwise passes read and write in a chip's memory."""
     return chip.hbm_bandwidth * (self.memory or chip.memory)
 
+  def share_of(self, network: str) -> float:
+    """Returns the share of a link's bandwidth that collectives reach on a network."""
+    return self.slow_link if network == "DCN" else self.link
+
+  def hidden_on(self, network: str) -> float:
+    """Returns the share of the collectives that matmuls can hide which they do hide."""
+    return self.slow_overlap if network == "DCN" else self.overlap
+
 
 REASONS = {
   "matmul": "0: each chip has its own, measured with large matmuls",
   "memory": "0: each chip has its own",
   "link": "published: 66 % in an all-reduce of 606 MB on v6e:16x16 ([8]), 89 % in an all-gather of "
   "403 MB on tpu7x:2x2x1 ([6]); small arrays are bound by the latency of hops",
+  "slow_link": "as link",
+  "overlap": "1: all that lasts no longer than the matmuls",
+  "slow_overlap": "likewise",
+  "grouped": "1: as other matmuls",
+  "eight_bit": "likewise",
   "hop_seconds": "about 1 microsecond ([2])",
   "spread": "the sources themselves differ by 15 %",
 }

@@ -6,19 +6,16 @@ import pytest
 
 from planning.analytic import with_host_traffic
 from planning.roofline import Work
-from planning.step_facts import of_job
 from planning.step_time import Times
 from runtime.chips import CHIPS
-from tests.helpers.jobs import make_job
 from tests.planning.programs import IDEAL
 
 CHIP = dataclasses.replace(CHIPS["h100"], host_bandwidth=100.0)
 
 
-def traffic(held, **overrides):
+def traffic(held, microbatches=1):
   """Returns what a step of 3 seconds becomes: its seconds, and (direction, bytes, exposed)."""
-  job = make_job("single", "lm", **overrides)
-  found = with_host_traffic(Times(3.0, 0, 0, Work(0, 0), ()), of_job(job), held, CHIP, IDEAL)
+  found = with_host_traffic(Times(3.0, 0, 0, Work(0, 0), ()), microbatches, held, CHIP, IDEAL)
   rows = [(one.direction, one.bytes, pytest.approx(one.exposed_seconds)) for one in found.host]
   return found.step, rows
 
@@ -28,7 +25,7 @@ def test_activations_go_out_in_the_forward_pass_and_come_back_in_the_backward_pa
 
 
 def test_each_microbatch_moves_its_own():
-  step, rows = traffic({"activations": 50}, **{"training.gradient_accumulation_steps": 4})
+  step, rows = traffic({"activations": 50}, microbatches=4)
   assert [size for _, size, _ in rows] == [200, 200]
   assert step == 4.0
 
