@@ -26,7 +26,7 @@ from processes.watchdog import STARTING, Watchdog
 from runtime import exit_codes
 from runtime.printable import printable
 from training import restore
-from training.metrics.console import say
+from training.metrics.console import say, say_wrapped
 from training.setup import Job
 
 _HELP = "type a text to continue; Ctrl-C ends a continuation, and then the program, as Ctrl-D does"
@@ -51,6 +51,8 @@ def _prepare_prompts(watch: Watchdog) -> Callable[[], int]:
   spec = text_spec(ready.config)
   check(spec, dataclasses.replace(request, max_new_tokens=1) if asked else request)
   model = _restored(ready, location, request.prompts)
+  if unseen := spec.unseen(request.prompts):
+    say_wrapped(unseen)
 
   def run() -> int:
     if asked:
@@ -143,6 +145,8 @@ def _ask(model: TrainedModel, request: Request, watch: Watchdog) -> None:
 
   def answer(prompt: str, cut: Cut) -> str:
     continued.tokens(prompt)  # what is refused is not printed
+    if unseen := model.spec.unseen([prompt]):
+      say_wrapped(unseen)
     printer = Printer([prompt])
     try:
       continued(prompt, lambda text: printer(0, text), cut)

@@ -66,6 +66,14 @@ class TextSpec:
       found.append(np.concatenate([start, ids]) if self.begins or not len(ids) else ids)
     return found
 
+  def unseen(self, prompts: Sequence[Prompt]) -> str:
+    """Returns a sentence on characters of prompts that the model has never read; "" for none."""
+    known = self.tokenizer.characters
+    if known is None:
+      return ""
+    texts = [as_bytes(p).decode(errors="ignore") for p in prompts if not isinstance(p, tuple)]
+    return tokenizer.unseen_text("the prompt", {*"".join(texts)} - known)
+
 
 def text_spec(config: ConfigDict) -> TextSpec:
   """Returns what the model of a finalized config reads and draws.

@@ -33,7 +33,7 @@ def open_source(
   Args:
     data: the config's `data` section, with `kind`, how its rows are read: text or image.
     split: of a TFDS data set, its name or a slice. Of files, `train` or `test`: the documents that
-      are held out, or those of data.evaluation_files.
+      are held out (of a single text file its end), or those of data.evaluation_files.
     seed: decides which documents share a row of the split that is trained on.
     sharing: the processes that open it together, where there are several; all call this.
     tick: as of `preparation.prepare`.
@@ -67,14 +67,32 @@ def documents_of(
   if split not in SPLITS:
     raise ValueError(
       f"data.name={data.name!r} has no split {split!r}; it has {' and '.join(SPLITS)}, the latter "
-      f"data.evaluation_fraction of the documents, or those of data.evaluation_files"
+      f"data.evaluation_fraction of the documents (of a single text file its end), or those of "
+      f"data.evaluation_files"
     )
   apart = bool(data.evaluation_files)
   key = "data.evaluation_files" if apart and split == "test" else "data.files"
   spec = data.evaluation_files if apart and split == "test" else data.files
   prepared = preparation.prepare(data, spec, key, tick)
-  chosen = np.arange(len(prepared.documents)) if apart else _side(prepared, data, split, spec)
-  return prepared, chosen, f"{data.name} {split}"
+  name = f"{data.name} {split}"
+  if apart:
+    return prepared, np.arange(len(prepared.documents)), name
+  if share := prepared.units[0].held_out:
+    which = f"last {100 * share:g}" if split == "test" else f"first {100 - 100 * share:g}"
+    return prepared, _of_divided(prepared, data, split, spec), f"{name} ({which} % of {spec})"
+  return prepared, _side(prepared, data, split, spec), name
+
+
+def _of_divided(prepared: store.Prepared, data: Any, split: str, spec: str) -> np.ndarray:
+  """Returns the number of a split's document, int64 [1], of a text file that is divided."""
+  if len(prepared.documents) < 2:
+    share = data.evaluation_fraction
+    raise ValueError(
+      f"{spec} is too short to be divided: its last {100 * share:g} % are the evaluation split"
+      f" (data.evaluation_fraction={share}); raise it, or name other files with"
+      " data.evaluation_files"
+    )
+  return np.array([split == "test"], np.int64)
 
 
 def _side(prepared: store.Prepared, data: Any, split: str, spec: str) -> np.ndarray:

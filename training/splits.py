@@ -16,7 +16,7 @@ from input_pipeline.position import Position
 from input_pipeline.ramp import Ramp
 from input_pipeline.row_source import check_ids, open_source
 from input_pipeline.source import Source
-from input_pipeline.text import files
+from input_pipeline.text import files, tokenizer
 from processes.coordination import Group, current
 from training.metrics.console import preparing, say_wrapped
 from training.tasks import TASKS
@@ -89,17 +89,23 @@ def _open(config: ConfigDict, split: str, shared: Sharing | None) -> Source:
 
 
 def train_missing_tokenizer(config: ConfigDict) -> None:
-  """Trains the tokenizer that data.train_tokenizer asks for, unless data.tokenizer names one.
+  """Makes the tokenizer that a config asks for and that depends on its documents.
 
-  Every process does: the same documents give the same tokenizer.
+  It is a vocabulary of their characters where data.tokenizer says so, or the BPE that
+  data.train_tokenizer asks for where data.tokenizer names none. Every process makes it: the same
+  documents give the same tokenizer.
 
   Args:
     config: not finalized yet.
 
   Raises:
-    ValueError: the data are no documents of a TFDS data set, or as of `train_tokenizer.train_on`.
+    ValueError: the data are no documents, or for a BPE not of a TFDS data set; or as of
+      `train_tokenizer.train_on`.
   """
   data = config.data
+  if data.get("tokenizer") == tokenizer.CHARACTERS:
+    _find_characters(data, config.task)
+    return
   if not data.get("train_tokenizer") or data.tokenizer:
     return
   if TASKS[config.task].rows != "text" or data.name in (*catalog.OF_FILES, *catalog.RENDERED):
@@ -112,6 +118,25 @@ def train_missing_tokenizer(config: ConfigDict) -> None:
 
   with preparing("a tokenizer") as waiting:
     data.tokenizer = train_tokenizer.trained_once(data, data.train_tokenizer, waiting.tick)
+
+
+def _find_characters(data: ConfigDict, task: str) -> None:
+  """Sets data.tokenizer to a vocabulary of the characters of the data; says what it has."""
+  if TASKS[task].rows != "text" or data.name in catalog.RENDERED:
+    raise ValueError(
+      f"data.tokenizer={tokenizer.CHARACTERS} is for text, and data.name={data.name!r} is none; "
+      f"name the tokenizer of a folder or file, or take bytes"
+    )
+  from input_pipeline.text import train_tokenizer  # imports a library that others do not need
+
+  with preparing("the vocabulary of characters") as waiting:
+    data.tokenizer = train_tokenizer.trained_once(data, None, waiting.tick)
+  unseen = train_tokenizer.unseen_of(data.tokenizer)
+  others = tokenizer.unseen_text("the evaluation split", unseen)
+  known = len(tokenizer.load(data.tokenizer).characters)
+  say_wrapped(
+    f"tokenizer: the {known:,} characters of the text trained on" + "; " * bool(others) + others
+  )
 
 
 def report(source: Source, batches: "specs.BatchSpec") -> dict[str, float]:

@@ -38,8 +38,8 @@ _TEXT: Rows = {
   # On resume: may have moved; dataset.tokenizer shows whether it is the same.
   "tokenizer": Key(
     "",
-    'bytes, a tokenizer.json, a folder with one, or a SentencePiece model; "": the one that '
-    "prepare has trained for these files, else bytes",
+    "bytes, characters (those of the text trained on), a tokenizer.json, a folder with one, or a "
+    'SentencePiece model; "": the one that prepare has trained for these files, else bytes',
     resume=MAY_CHANGE,
     off="bytes",
   ),
@@ -121,7 +121,8 @@ DATA: Rows = {
   **shared(_TEXT, readers=("text",)),
   "evaluation_fraction": Key(
     0.05,
-    "Documents of files that are held out for validation, chosen by their content",
+    "Documents of files that are held out for validation, chosen by their content; of a single "
+    "text file its end",
     unit="of the documents",
     above=0,
     below=1,

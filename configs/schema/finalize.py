@@ -410,11 +410,14 @@ def _data(model: ConfigDict, data: ConfigDict, task: str, accelerated: bool) -> 
   of_files = data.name in catalog.OF_FILES
   pairs = data.name == catalog.PREFERENCES
   default(data, "packing", "none" if pairs else "best_fit" if of_files else "concatenate")
-  if rows == "text" and of_files:
+  if rows == "text" and (of_files or data.tokenizer == tokenizer.CHARACTERS):
     data.tokenizer = tokenizer.resolve(data)
   data.tokenizer = data.tokenizer or "bytes"
   if model.get("vocabulary_size", 0) is None:
-    model.vocabulary_size = tokenizer.load(data.tokenizer).size
+    # A layout or plan may come before the text; a run always knows its characters.
+    unknown = data.tokenizer == tokenizer.CHARACTERS
+    size = tokenizer.USUAL_CHARACTERS if unknown else tokenizer.load(data.tokenizer).size
+    model.vocabulary_size = size
   default(model, "separate_documents", of_files)
   if not TASKS[task].of_tokens and "input_size" in model and "output_size" in model:
     data.input_size, data.target_size = model.input_size, model.output_size

@@ -1,8 +1,9 @@
 """Documents of text files, in units that processes read independently of one another.
 
-A .txt or .md file is a document, byte by byte (a byte order mark at its beginning is left out). A
-line of a .jsonl file and a row of a Parquet file are records, of which data.text_feature names the
-text. Blank lines are no records, and empty text files no documents.
+A .txt or .md file is a document, byte by byte (a byte order mark at its beginning is left out); one
+that is the whole input is divided into two, of which the second is held out. A line of a .jsonl
+file and a row of a Parquet file are records, of which data.text_feature names the text. Blank lines
+are no records, and empty text files no documents.
 
 What cannot be a document is yielded with the reason in place of a text; whether it may be left out
 is for the reader's caller to decide. That a file cannot be read at all is an error.
@@ -340,16 +341,20 @@ class Unit:
     range: of a .jsonl file the bytes in which its lines begin, of a Parquet file its row groups;
       from (inclusive), to (exclusive). None: whole files.
     size: of the input in bytes, before decompression.
+    held_out: of one text file, the share of its characters, at its end, that are a document of
+      their own, for evaluation; 0: the file is one document.
   """
 
   files: tuple[files.InputFile, ...]
   range: tuple[int, int] | None
   size: int
+  held_out: float = 0.0
 
   @functools.cached_property
   def id(self) -> str:
     """A digest of what the unit is made of: paths, sizes, stamps and range."""
     facts = [*([f.path, f.size, f.stamp] for f in self.files), self.range]
+    facts += [self.held_out] * bool(self.held_out)
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
 
   @property
@@ -361,27 +366,22 @@ class Unit:
     part = f", {what} {self.range[0]:,} to {self.range[1] - 1:,}" if self.range else ""
     return f"{self.files[0].path}{part}"
 
-  def to_json(self) -> dict[str, Any]:
-    """Returns what JSON can write, for `from_json`."""
-    return dataclasses.asdict(self)
 
-  @classmethod
-  def from_json(cls, value: dict[str, Any]) -> "Unit":
-    """Returns the unit that `to_json` described."""
-    of = tuple(files.InputFile(**file) for file in value["files"])
-    return cls(of, tuple(value["range"]) if value["range"] else None, value["size"])
-
-
-def units(found: Sequence[files.InputFile], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
+def units(
+  found: Sequence[files.InputFile], unit_bytes: int = UNIT_BYTES, held_out: float = 0.0
+) -> list[Unit]:
   """Returns the units of some files: parts of large files, and several small text files together.
 
   Args:
     found: the files, in the order in which their documents count.
     unit_bytes: about how large a unit is. What is compressed, and a row group, is not cut.
+    held_out: see `Unit`, where the input is one text file; otherwise it has no effect.
 
   Raises:
     ValueError: a Parquet file cannot be read.
   """
+  if held_out and len(found) == 1 and found[0].suffix in files.TEXT:
+    return [Unit((*found,), None, found[0].size, held_out)]
   made: list[Unit] = []
   texts: list[files.InputFile] = []
   size = 0
@@ -438,7 +438,7 @@ def read(unit: Unit, feature: str) -> Iterator[Item]:
   """
   for file in unit.files:
     if file.suffix in files.TEXT:
-      found = _text(file)
+      found = _text(file, unit.held_out)
     elif file.suffix == files.PARQUET:
       found = column(file, unit.range, feature)
     else:
@@ -493,8 +493,8 @@ def _reading(file: files.InputFile) -> Iterator[None]:
     raise unreadable_error(file, error) from error
 
 
-def _text(file: files.InputFile) -> Iterator[Item]:
-  """Yields the document of a text file; none of an empty one."""
+def _text(file: files.InputFile, held_out: float) -> Iterator[Item]:
+  """Yields the document of a text file, or the two that it is divided into; no empty one."""
   content, why, line = b"", "", 0
   try:
     with files.open_content(file) as stream:
@@ -505,15 +505,19 @@ def _text(file: files.InputFile) -> Iterator[Item]:
     why = f"its compression is damaged ({error})"
   else:
     why = too_long() if len(content) > MOST_BYTES else ""
-  content = content.removeprefix(BOM)
+  content, text = content.removeprefix(BOM), ""
   if not why:
     try:
-      content.decode()
+      text = content.decode()
     except UnicodeDecodeError as error:
       why, line = not_utf8(error, "file"), content.count(b"\n", 0, error.start) + 1
   place = (lambda _: f"{file.path}:{line}") if line else (lambda _: file.path)
-  if content or why:
-    yield Item(place, 0, None if why else content, why)
+  if why:
+    yield Item(place, 0, None, why)
+    return
+  cut = int(len(text) * (1 - held_out))
+  parts = [text[:cut].encode(), text[cut:].encode()] if held_out else [content]
+  yield from (Item(place, number, part) for number, part in enumerate(parts) if part)
 
 
 def _bounded(stream) -> bytes:

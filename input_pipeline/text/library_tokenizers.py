@@ -126,6 +126,14 @@ class JsonTokenizer:
     return self._spelling(piece)
 
   @functools.cached_property
+  def characters(self):
+    """Those of a vocabulary of characters, a BPE without merges; else None."""
+    model = self._description["model"]
+    if model.get("type") != "BPE" or model.get("merges") or not model.get("byte_fallback"):
+      return None
+    return frozenset(piece for piece in model["vocab"] if len(piece) == 1)
+
+  @functools.cached_property
   def _template_encoder(self):
     listed = self._description["added_tokens"]
     missing = self.special.keys() - {token["content"] for token in listed}
@@ -435,6 +443,8 @@ def load_sentencepiece(
 
 class SentencePieceTokenizer:
   """A SentencePiece model; the methods are those of `tokenizer.Tokenizer`."""
+
+  characters = None
 
   def __init__(self, path, companions):
     content = tokenizer_files.read(path)

@@ -61,7 +61,8 @@ def prepare(
   else:
     feature = documents.choose_feature(found, data.text_feature)
   folder = store.folder_of(data, encoder, feature, template.digest if template else "")
-  units = documents.units(found)
+  held_out = 0.0 if template is not None or data.evaluation_files else data.evaluation_fraction
+  units = documents.units(found, held_out=held_out)
   task = worker.Task(
     folder,
     encoder.name,

@@ -8,7 +8,7 @@ other characters, so that no document can end itself or open a turn of a convers
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,7 +27,10 @@ from input_pipeline.text.tokenizer_files import (
 from runtime import files
 
 BYTES = "bytes"
-CURRENT_FILE = "current.json"
+CHARACTERS = "characters"
+USUAL_CHARACTERS = 384  # ids of up to 127 characters, their bytes and the end of a document
+_LISTED = 20  # characters in a message
+CURRENT_FILE, CHARACTERS_FILE = "current.json", "characters.json"  # of `trained_folder`
 
 
 class Tokenizer(Protocol):
@@ -44,6 +47,8 @@ class Tokenizer(Protocol):
     digest: of all that decides ids: two tokenizers with the same digest encode alike.
     files: name in a folder -> path, of what to copy so that `load` of that folder gives the same
       tokenizer; empty for bytes.
+    characters: those that have tokens, where others are bytes that training never saw; None: the
+      tokenizer is no vocabulary of characters.
   """
 
   name: str
@@ -54,6 +59,7 @@ class Tokenizer(Protocol):
   special: Mapping[str, int]
   digest: str
   files: Mapping[str, epath.Path]
+  characters: frozenset[str] | None
 
   def encode(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
     """Returns the ids of each text, uint32[N], without BOS and end.
@@ -89,6 +95,7 @@ class ByteTokenizer:
   special: Mapping[str, int] = {}
   digest = hashlib.sha256(b"bytes, ended by 0").hexdigest()
   files: Mapping[str, epath.Path] = {}
+  characters = None
 
   def encode(self, texts):
     """Returns the bytes of each text as ids, uint32[N]."""
@@ -124,6 +131,11 @@ def load(spec: epath.PathLike) -> Tokenizer:
   """
   if str(spec) == BYTES:
     return ByteTokenizer()
+  if str(spec) == CHARACTERS:
+    raise ValueError(
+      f"data.tokenizer={CHARACTERS}: the characters of these data are not known yet; `prepare` with"
+      " the same config finds them, as a run does that trains"
+    )
   path = find_file(epath.Path(spec).expanduser())
   companions = {name: path.parent / name for name in COMPANIONS if (path.parent / name).exists()}
   if _is_json(path):
@@ -147,9 +159,10 @@ def find_file(path: epath.Path) -> epath.Path:
   except OSError as error:
     raise ValueError(f"data.tokenizer={path}: it cannot be read ({error.strerror})") from error
   raise ValueError(
-    f"data.tokenizer={path}: there is no such file or folder. It is `bytes`, a {TOKENIZER_FILE} or"
-    " a folder with one, or a SentencePiece model (*.model). One of the Hugging Face Hub is"
-    f" downloaded first: `hf download OWNER/NAME --include '*token*' '*.jinja' --local-dir FOLDER`"
+    f"data.tokenizer={path}: there is no such file or folder. It is `bytes`, `characters`, a"
+    f" {TOKENIZER_FILE} or a folder with one, or a SentencePiece model (*.model). One of the"
+    " Hugging Face Hub is downloaded first:"
+    f" `hf download OWNER/NAME --include '*token*' '*.jinja' --local-dir FOLDER`"
   )
 
 
@@ -180,6 +193,20 @@ def _is_json(path: epath.Path) -> bool:
   return read(path).lstrip()[:1] == b"{"
 
 
+def unseen_text(where: str, characters: Iterable[str]) -> str:
+  """Returns a sentence on characters that a vocabulary of characters does not have; "" for none."""
+  unseen = sorted({*characters})
+  if not unseen:
+    return ""
+  listed = " ".join(map(repr, unseen[:_LISTED])) + " ..." * (len(unseen) > _LISTED)
+  many = len(unseen) > 1
+  return (
+    f"{where} has {len(unseen):,} character{'s' * many} that the text trained on does not have "
+    f"({listed}): {'each' if many else 'it'} is encoded as its bytes, which the model has not "
+    f"learned"
+  )
+
+
 def copy(tokenizer: Tokenizer, folder: epath.PathLike) -> None:
   """Writes a tokenizer's files into a folder, from which `load` then gives the same tokenizer."""
   for name, path in tokenizer.files.items():
@@ -193,19 +220,19 @@ def resolve(data: Any) -> str:
   """Returns the spec of the tokenizer of a config's data section, for `load`.
 
   It is data.tokenizer; where that is empty, the tokenizer that was trained for these files, else
-  `bytes`.
+  `bytes`. Where it is `characters`, their vocabulary that was stored last, if there is one.
   """
-  if data.tokenizer:
+  if data.tokenizer not in ("", CHARACTERS):
     return data.tokenizer
   folder = trained_folder(data)
+  name = CHARACTERS_FILE if data.tokenizer else CURRENT_FILE
   try:
-    current = files.read_json(folder / CURRENT_FILE, follow=True)
-    return str(folder / current["folder"])
+    return str(folder / files.read_json(folder / name, follow=True)["folder"])
   except FileNotFoundError:
-    return BYTES
+    return data.tokenizer or BYTES
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise ValueError(
-      f"{folder / CURRENT_FILE} cannot be read ({error}); it names the tokenizer trained for"
+      f"{folder / name} cannot be read ({error}); it names the tokenizer trained for"
       " data.files. Delete it and train again, or set data.tokenizer"
     ) from error
 

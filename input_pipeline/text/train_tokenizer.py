@@ -1,11 +1,13 @@
-"""Trains a byte-level BPE tokenizer on a user's documents (arXiv:1508.07909; bytes as in GPT-2).
+"""Trains a tokenizer on a user's documents: a byte-level BPE, or a vocabulary of their characters.
 
-Every text can be encoded, and decoding gives exactly its bytes. Words are split as Llama 3 does it.
+Every text can be encoded, and decoding gives exactly its bytes. BPE is that of arXiv:1508.07909, on
+bytes as in GPT-2, in words that are split as Llama 3 does it. A character that a vocabulary of
+characters does not have is encoded as its bytes in UTF-8, each a token that no document trains.
 The same documents give the same tokenizer, in any order of the processes that count.
 """
 
+import dataclasses
 import hashlib
-import itertools
 import json
 import platform
 import uuid
@@ -22,6 +24,8 @@ from input_pipeline.text import files as text_files
 from runtime import files
 
 END = "<|endoftext|>"
+FACTS = "training.json"  # beside a tokenizer: what it was trained on
+UNSEEN = "unseen"  # there: characters of held-out documents that a vocabulary does not have
 LEAST_SIZE = 257  # a token for each byte, and the end of a document
 MOST_SIZE = 2**20
 SAMPLE_BYTES = 2**30  # of text; more changes few merges, and takes hours
@@ -112,7 +116,32 @@ def train(texts: Iterable[bytes], size: int, tick: Callable = no_tick) -> bytes:
   return library.to_str().encode()
 
 
-def trained_once(data: Any, size: int, tick: Callable = no_tick) -> str:
+def characters(texts: Iterable[bytes], tick: Callable = no_tick) -> bytes:
+  """Returns the tokenizer.json of the characters of some texts, sorted; arguments as of `train`.
+
+  It is a BPE without merges whose characters are tokens. The ids after them are those of the 256
+  bytes, for other characters.
+
+  Raises:
+    ValueError: there are no texts.
+  """
+  found: set[str] = set()
+  count = 0
+  for count, text in enumerate(texts, 1):
+    found.update(text.decode())
+    tick("documents", count)
+  if not count:
+    raise ValueError("there is no document whose characters could be taken")
+  pieces = [END, *sorted(found), *(f"<0x{byte:02X}>" for byte in range(256))]
+  vocabulary = {piece: number for number, piece in enumerate(pieces)}
+  library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True))
+  library.add_special_tokens([END])
+  fallback, fuse = tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()
+  library.decoder = tokenizers.decoders.Sequence([fallback, fuse])
+  return library.to_str().encode()
+
+
+def trained_once(data: Any, size: int | None, tick: Callable = no_tick) -> str:
   """Returns what `train_on` does, without training again what was trained in this data_dir."""
   root, facts = tokenizer.trained_folder(data), json.dumps(_facts(data, size))
   # Others may have given the same tokenizer, whose folder then says those.
@@ -128,27 +157,30 @@ def trained_once(data: Any, size: int, tick: Callable = no_tick) -> str:
   return trained
 
 
-def _facts(data: Any, size: int) -> dict[str, Any]:
-  """Returns what identifies a tokenizer that is trained on a data set with a name."""
+def _facts(data: Any, size: int | None) -> dict[str, Any]:
+  """Returns what identifies a tokenizer that is trained on a config's data section."""
   facts = {"data_set": data.name, "split": data.train_split, "size": size}
+  if data.name in catalog.OF_FILES:
+    ids = [[unit.id for unit in (*one.units, *one.apart_units())] for one in _inputs(data)]
+    return facts | {"units": ids, "held_out": data.evaluation_fraction}
   # The only data set whose documents follow from the Python that runs.
   return facts | ({"python": platform.python_version()} if data.name == "python_source" else {})
 
 
-def train_on(data: Any, size: int, tick: Callable = no_tick) -> str:
+def train_on(data: Any, size: int | None, tick: Callable = no_tick) -> str:
   """Trains a tokenizer on what a config's data section trains on; returns its folder.
 
-  Documents that are held out for validation by their content are left out.
+  Documents that are held out for validation are left out.
 
   Args:
     data: the section: of files, of a mixture, or of a TFDS data set with text.
-    size: of the vocabulary.
+    size: of the vocabulary; None: one of the characters.
     tick: as of `train`.
 
   Raises:
-    ValueError: as of `train` and `store`; no file, or more bad records than data.max_bad_records.
+    ValueError: as of `train`, `characters` and `store`; no file, or more bad records than
+      data.max_bad_records.
   """
-  check_size(size)
   count = 0
 
   def bad(item: Item) -> None:
@@ -160,39 +192,95 @@ def train_on(data: Any, size: int, tick: Callable = no_tick) -> str:
         f"continue without such records"
       )
 
-  if data.name not in catalog.OF_FILES:
-    texts = tfds_documents.texts(data, data.train_split, bad, tick)
-    return store(data, train(texts, size, tick), _facts(data, size))
-  sources = data.sources or (data,)
-  given = [
-    (source["files"], source.get("text_feature", ""), source.get("evaluation_files", ""))
-    for source in sources
-  ]
-  found = [text_files.find(spec) for spec, _, _ in given]
-  parts = [
-    _trained_on(files_, feature, "" if apart else data.evaluation_fraction, bad, len(given))
-    for files_, (_, feature, apart) in zip(found, given, strict=True)
-  ]
-  content = train(itertools.chain.from_iterable(parts), size, tick)
-  for (spec, _, _), files_ in zip(given, found, strict=True):
-    text_files.check_same(spec, files_)
-  paths = [file.path for files_ in found for file in files_]
-  return store(data, content, {"files": paths[:100], "size": size})
+  if size is not None:
+    check_size(size)
+  inputs = _inputs(data) if data.name in catalog.OF_FILES else []
+  texts = _texts(data, inputs, bad, tick)
+  content = characters(texts, tick) if size is None else train(texts, size, tick)
+  paths = [file.path for one in inputs for file in one.found]
+  facts = {"files": paths[:100], "size": size} if inputs else _facts(data, size)
+  if size is None:
+    others = _texts(data, inputs, no_tick, tick, held_out=True)
+    facts[UNSEEN] = _unseen(content, others)
+  for one in inputs:
+    text_files.check_same(one.spec, one.found)
+  return store(data, content, facts)
 
 
-def _trained_on(
-  found: Sequence[text_files.InputFile],
-  feature: str,
-  held_out: float | str,
+def _unseen(content: bytes, texts: Iterable[bytes]) -> str:
+  """Returns the characters of texts, sorted, that a vocabulary of characters does not have."""
+  found = {*"".join(set().union(*(text.decode() for text in texts)))}
+  return "".join(sorted(found - {*json.loads(content)["model"]["vocab"]}))
+
+
+def unseen_of(folder: epath.PathLike) -> str:
+  """Returns the characters that evaluation has and a stored vocabulary of characters has not."""
+  return files.read_json(epath.Path(folder) / FACTS, follow=True)[UNSEEN]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Input:
+  """A source of documents of files.
+
+  Attributes:
+    spec: its files, as data.files names them.
+    feature: data.text_feature.
+    found: the files.
+    units: of these.
+    apart: its data.evaluation_files; "": documents of `units` are held out.
+  """
+
+  spec: str
+  feature: str
+  found: Sequence[text_files.InputFile]
+  units: Sequence[documents.Unit]
+  apart: str
+
+  def apart_units(self) -> list[documents.Unit]:
+    """Returns the units of its evaluation files."""
+    return (
+      documents.units(text_files.find(self.apart, "data.evaluation_files")) if self.apart else []
+    )
+
+
+def _inputs(data: Any) -> list[_Input]:
+  """Returns the sources of a mixture, or the only one of a data section of files."""
+  made = []
+  for source in data.sources or (data,):
+    apart, found = source.get("evaluation_files", ""), text_files.find(source["files"])
+    units = documents.units(found, held_out=0.0 if apart else data.evaluation_fraction)
+    made.append(_Input(source["files"], source.get("text_feature", ""), found, units, apart))
+  return made
+
+
+def _texts(
+  data: Any,
+  inputs: Sequence[_Input],
   bad: Callable[[Item], None],
-  sources: int,
+  tick: Callable,
+  held_out: bool = False,
 ) -> Iterator[bytes]:
-  """Yields the documents of one source that are not held out for validation."""
-  feature = documents.choose_feature(found, feature)
-  least = float(held_out or 0) * 2.0**64
-  for text in sample(documents.units(found), feature, bad, SAMPLE_BYTES // sources):
-    if content_hash(text) >= least:
-      yield text
+  """Yields the documents that are trained on, or those that are held out.
+
+  Args:
+    data: the section.
+    inputs: its sources; none: it is a TFDS data set.
+    bad: as of `sample`.
+    tick: as of `tfds_documents.texts`.
+    held_out: which of the two.
+  """
+  if not inputs:
+    split = data.evaluation_split if held_out else data.train_split
+    yield from tfds_documents.texts(data, split, bad, tick)
+  for one in inputs:
+    feature, most = documents.choose_feature(one.found, one.feature), SAMPLE_BYTES // len(inputs)
+    least = 0.0 if one.apart else data.evaluation_fraction * 2.0**64
+    divided = one.units[0].held_out
+    for number, text in enumerate(sample(one.units, feature, bad, most)):
+      if (number > 0 if divided else content_hash(text) < least) is held_out:
+        yield text
+    if held_out:
+      yield from sample(one.apart_units(), feature, bad, most)
 
 
 def store(data: Any, content: bytes, facts: dict[str, Any]) -> str:
@@ -209,12 +297,15 @@ def store(data: Any, content: bytes, facts: dict[str, Any]) -> str:
   Raises:
     ValueError: the folder cannot be written.
   """
+  kind = "characters" if UNSEEN in facts else "bpe"
   root = tokenizer.trained_folder(data)
-  folder = root / f"bpe-{hashlib.sha256(content).hexdigest()[:12]}"
+  identity = hashlib.sha256(content + facts.get(UNSEEN, "").encode())
+  folder = root / f"{kind}-{identity.hexdigest()[:12]}"
   try:
     if not (folder / tokenizer_files.TOKENIZER_FILE).exists():
       _write(folder, content, facts)
-    files.replace(root / tokenizer.CURRENT_FILE, json.dumps({"folder": folder.name}) + "\n")
+    current = tokenizer.CURRENT_FILE if kind == "bpe" else tokenizer.CHARACTERS_FILE
+    files.replace(root / current, json.dumps({"folder": folder.name}) + "\n")
   except OSError as error:
     raise ValueError(
       f"the tokenizer cannot be written to {root} ({error}); free some space or get the right to"
@@ -229,7 +320,7 @@ def _write(folder: epath.Path, content: bytes, facts: dict[str, Any]) -> None:
   config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
   partial.mkdir(parents=True)
   try:
-    for name, value in (("training.json", facts), (tokenizer_files.CONFIG_FILE, config)):
+    for name, value in ((FACTS, facts), (tokenizer_files.CONFIG_FILE, config)):
       files.replace(partial / name, json.dumps(value, indent=2) + "\n")
     files.replace(partial / tokenizer_files.TOKENIZER_FILE, content)
     if files.is_local(partial):

@@ -1,6 +1,7 @@
 """A run's own copy of its tokenizer, and who reads it."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from configs import base
+from inference.request import TextSpec
 from input_pipeline.text import chat_template, tokenizer, train_tokenizer
 from input_pipeline.text.conversations import Conversation
 from tests.training.checkpointing.states import save_counting
@@ -57,9 +59,9 @@ def test_bytes_need_no_copy(tmp_path):
   assert contents(ConfigDict({"data": {}, "model": {}})) == {}
 
 
-@pytest.mark.parametrize("given", ["", "as trained", "gone"])
+@pytest.mark.parametrize("given", ["", "as trained", "gone", "characters"])
 def test_a_checkpoint_s_own_tokenizer_is_read(given, trained, run):
-  spec = {"": "", "as trained": trained, "gone": run / "nowhere"}[given]
+  spec = {"as trained": trained, "gone": run / "nowhere"}.get(given, given)
   for location, step in ((run, 2), (run / "checkpoints" / "1", 1)):
     config = config_of(spec)
     run_tokenizer.adopt(config, str(location))
@@ -140,4 +142,29 @@ def test_only_text_of_tfds_data_sets_is_trained_on_before_a_run(recipe):
   with pytest.raises(
     ValueError, match=r"data\.train_tokenizer=300 is for TFDS data sets with text"
   ):
+    splits.train_missing_tokenizer(config)
+
+
+def test_a_run_finds_the_characters_of_its_text_and_says_what_else_evaluation_has(tmp_path, capsys):
+  (tmp_path / "a.txt").write_text("abcab" * 18 + "caé€bacabd")
+  config = base.get_config("model=lm,data=text", mesh={})
+  config.data.update(files=f"{tmp_path}/a.txt", data_dir=f"{tmp_path}/data")
+  config.data.update(tokenizer="characters", evaluation_fraction=0.1)
+  splits.train_missing_tokenizer(config)
+  coder = tokenizer.load(config.data.tokenizer)
+  assert coder.characters == {*"abc"}
+  said = capsys.readouterr().out
+  assert (
+    "tokenizer: the 3 characters of the text trained on; the evaluation split has 3 char" in said
+  )
+  assert "('d' 'é' '€')" in said
+  spec = TextSpec("transformer", coder, True, 16, coder.size, "")
+  assert spec.unseen(["ab", "", b"c", (1, 2)]) == ""
+  assert re.match(r"the prompt has 1 character .* \('é'\): it is encoded", spec.unseen(["aé"]))
+
+
+def test_conversations_have_no_tokenizer_of_characters():
+  config = base.get_config("model=lm,data=conversations", mesh={})
+  config.data.tokenizer = "characters"
+  with pytest.raises(ValueError, match=r"characters is for text, and data\.name='conversations'"):
     splits.train_missing_tokenizer(config)

@@ -1,6 +1,7 @@
 """Rows of stored documents: what is predicted from what, splits by content, damage, resume."""
 
 import dataclasses
+import gzip
 import itertools
 import threading
 
@@ -258,6 +259,26 @@ def test_wrong_splits_are_refused(data, tmp_path):
   write_lines(tmp_path / "a.jsonl", ["", ""])
   with pytest.raises(ValueError, match=r"no document in it has any text \(2 are empty\)"):
     row_source.open_source(one, "train", 0)
+
+
+@pytest.mark.parametrize("suffix", ["txt", "txt.gz"])
+def test_one_text_file_alone_is_divided_as_nanogpt_divides_it(tmp_path, suffix):
+  text = "".join(texts(40))
+  pack = gzip.compress if suffix.endswith("gz") else bytes
+  (tmp_path / f"a.{suffix}").write_bytes(pack(text.encode()))
+  file, keys = f"{tmp_path}/a.{suffix}", {"evaluation_fraction": 0.1, "packing": "concatenate"}
+  cut = int(len(text) * 0.9)
+  for split, part in (("train", text[:cut]), ("test", text[cut:])):
+    source = row_source.open_source(section(file, tmp_path / "data", **keys), split, 0)
+    predicted = bytes(joined(documents_of(read_all(source))))
+    assert predicted == part.encode()[1:] + b"\0", "all but what a stream begins with"
+    assert {"train": "first 90 %", "test": "last 10 %"}[split] in source.name
+  (tmp_path / f"b.{suffix}").write_bytes(pack(b"another"))
+  both = row_source.open_source(section(tmp_path, tmp_path / "data", **keys), "train", 0)
+  assert both.report["documents"] == 1, "whole files are held out where there are several"
+  (tmp_path / f"a.{suffix}").write_bytes(pack(b"a"))
+  with pytest.raises(ValueError, match=r"too short to be divided: its last 10 % are the evaluat"):
+    row_source.open_source(section(file, tmp_path / "data", **keys), "test", 0)
 
 
 def test_an_id_beyond_the_vocabulary_is_refused_with_the_numbers(data):

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import types
 
 import pytest
@@ -213,3 +214,46 @@ def test_a_tokenizer_is_on_the_disk_before_it_gets_its_name(data, monkeypatch):
   syncs = Syncs(monkeypatch)
   folder = pathlib.Path(train_tokenizer.store(data, train_tokenizer.train(TEXTS, 300), {}))
   assert syncs.unsynced_at(folder) == []
+
+
+# ------------------------------ characters ------------------------------
+
+
+def test_characters_are_ids_in_their_order_and_what_is_unseen_is_bytes(data):
+  text = "größer als Öl\n"
+  content = train_tokenizer.characters([text.encode(), b"als <0x41>"])
+  coder = tokenizer.load(train_tokenizer.store(data, content, {train_tokenizer.UNSEEN: ""}))
+  known = sorted({*text, *"als <0x41>"})
+  assert (coder.end, coder.size, coder.characters) == (0, 1 + len(known) + 256, {*known})
+  other = "a€A<0x41>"
+  ids, unseen = coder.encode([text, other])
+  assert ids.tolist() == [1 + known.index(letter) for letter in text]
+  first = 1 + len(known)
+  assert unseen.tolist() == [
+    *(1 + known.index("a"), *(first + byte for byte in "€".encode()), first + ord("A")),
+    *(1 + known.index(letter) for letter in "<0x41>"),
+  ]
+  assert coder.decode(unseen) == other.encode() == b"".join(map(coder.token_bytes, unseen))
+  assert coder.encode(["<|endoftext|>"])[0].min() > 0
+
+
+def test_characters_are_of_what_is_trained_on_and_follow_the_files(tmp_path):
+  corpora.write_lines(tmp_path / "a.jsonl", ["abc", "cab", "bca"])
+  corpora.write_lines(tmp_path / "b.jsonl", ["aé€b"])
+  data = corpora.section(
+    f"{tmp_path}/a.jsonl", tmp_path / "data", evaluation_files=f"{tmp_path}/b.jsonl"
+  )
+  data.tokenizer = "characters"
+  assert tokenizer.resolve(data) == "characters", "for a layout before the text"
+  with pytest.raises(ValueError, match=r"characters of these data are not known .*`prepare` with"):
+    tokenizer.load("characters")
+  folder = train_tokenizer.trained_once(data, None)
+  assert tokenizer.load(folder).characters == {*"abc"}
+  said = tokenizer.unseen_text("the evaluation split", train_tokenizer.unseen_of(folder))
+  assert re.match(r"the evaluation split has 2 characters .*\('é' '€'\): each is encoded as", said)
+  assert train_tokenizer.trained_once(data, None) == folder == tokenizer.resolve(data)
+  corpora.write_lines(tmp_path / "a.jsonl", ["abcd"])
+  changed = train_tokenizer.trained_once(data, None)
+  assert tokenizer.load(changed).characters == {*"abcd"}
+  data.tokenizer = ""
+  assert tokenizer.resolve(data) == "bytes", "a run that asks for none does not get characters"
