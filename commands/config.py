@@ -53,7 +53,16 @@ def run(*words: str) -> int:
       row, (kind, source) = help.key_row(key, final.argument), origin[key]
       known = {"key": key, "value": values[key], "unit": row.unit}
       rows.append({**known, "origin": kind, "source": source, "meaning": row.meaning})
-    help.show(_json(rows) if flags.JSON.value else _text(rows))
+    changed = [row for row in rows if _is_changed(row)]
+    if flags.CHANGED.value:
+      rows = changed
+    if flags.JSON.value:
+      help.show(_json(rows))
+    elif words or flags.CHANGED.value:
+      help.show(_text(rows) or f"nothing is changed from the recipe {final.argument}")
+    else:
+      others = [row for row in rows if row not in changed]
+      help.show(_parts_text(changed, others, final.argument))
     validate.check(final, sizes)
     model_checks.check_attention_device(final.training, platform, capability)
   except (ValueError, OSError, RuntimeError) as error:
@@ -164,6 +173,30 @@ def _preset_keys(preset: str) -> frozenset[str]:
 
 
 # ------------------------------ what is shown ------------------------------
+
+
+def _is_changed(row: Mapping[str, object]) -> bool:
+  """Returns whether a value is not the recipe's because of what the file or a command line set."""
+  return row["origin"] in (FILE, OVERRIDE) or (row["origin"] == DERIVED and row["source"] != "")
+
+
+def _parts_text(
+  changed: Sequence[Mapping[str, object]], others: Sequence[Mapping[str, object]], recipe: str
+) -> str:
+  """Returns what is changed, then the other keys: a line for each, and for each axis table."""
+  style, folded, rest = help.styles(sys.stdout), {}, []
+  for row in others:
+    table_name, _, dim = str(row["key"]).rpartition(".")
+    if table_name.count("."):
+      folded.setdefault(table_name, []).append(dim)
+    else:
+      rest.append(row)
+  parts = [style.bold(f"changed from the recipe {recipe}:"), _text(changed)] if changed else []
+  parts += ["", style.bold("not changed:")] if changed else []
+  parts.append(_text([{**row, "meaning": ""} for row in rest]))
+  for table_name, dims in folded.items():
+    parts.append(f"{style.bold(table_name)}: {len(dims)} dims; `config {table_name}` lists them")
+  return "\n".join(parts)
 
 
 def _json(rows: Sequence[Mapping[str, object]]) -> str:

@@ -8,6 +8,7 @@ import ast
 import inspect
 import os
 import pathlib
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from ml_collections import ConfigDict, config_flags
 
 from configs import base
 from runtime import extensions
-from runtime.suggest import closest, nearest
+from runtime.suggest import closest, elsewhere, nearest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "configs"
@@ -39,7 +40,7 @@ def parse(argv: list[str], names: tuple[str, ...] = ("config",)) -> list[str]:
   argv = [_with_underscores(word) for word in argv]
   for name in names:
     for value in config_values(argv, name):
-      load(name, value)
+      argv = _with_whole_numbers(argv, name, load(name, value))
   try:
     return flags.FLAGS(argv)
   except flags.UnrecognizedFlagError as error:
@@ -284,10 +285,24 @@ def _with_underscores(word: str) -> str:
   return given[:2] + given[2:].replace("-", "_") + equals + value if given[:2] == "--" else word
 
 
+def _with_whole_numbers(argv: list[str], flag: str, config: ConfigDict) -> list[str]:
+  """Returns `--config.training.steps=1000` for `--config.training.steps=1e3`."""
+  whole = {f"{flag}.{key}" for key, section, last in keys(config) if section.get_type(last) is int}
+
+  def written(word: str) -> str:
+    given, _, value = word.partition("=")
+    number = float(value) if re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d{1,2}", value) else 0.5
+    if given.lstrip("-") not in whole or not number.is_integer():
+      return word
+    return f"{given}={number:.0f}"
+
+  return [written(word) for word in argv]
+
+
 def _unknown_flag(error: flags.UnrecognizedFlagError) -> str:
   name = error.flagname
   settings = [key for key, _, _ in keys(base.get_config())]
-  if (key := closest(name, settings)) and (name == key or "." in name):
+  if (key := closest(name, settings)) and (name == key or "." in name or key in elsewhere(name)):
     hint = f"; did you mean '--config.{key}'?"
   else:
     hint = nearest(name, [flag for flag in flags.FLAGS if not flag.startswith("test_")])

@@ -99,6 +99,7 @@ COMPILATIONS = _of(
   _number("compilations", 6, "The most settings that are compiled on each topology; 0: none."),
 )
 PRICE = _of("search", _texts("price", [], "CHIP=PRICE per chip-hour, such as v5p=4.2; repeatable."))
+CHANGED = _of("config", _bool("changed", False, "Print only what is not the recipe's."))
 JSON = _of(
   "config check",
   flags.DEFINE(_SwitchOrFile(), "json", False, "Print JSON; check: the file for it.", boolean=True),

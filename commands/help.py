@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import re
 import shutil
 import sys
 import textwrap
@@ -18,7 +19,7 @@ from configs.keys import table
 from configs.keys.row import Key
 from configs.schema import recipes
 from runtime import exit_codes
-from runtime.suggest import nearest
+from runtime.suggest import elsewhere, nearest
 
 WORDS = ("-h", "-help", "--help", "-?", "--helpfull", "--helpshort", "--helpxml", "--help=true")
 KEYS = "keys"  # `help keys`: all of them
@@ -116,18 +117,47 @@ def _of_topic(topic: str, owners: Mapping[str, Sequence[str]], values: Mapping[s
   is_key = any(dotted.startswith(key) for dotted in values)
   if name in VERBS:
     return _of_verb(name, owners)
-  if name in own and (topic.startswith("-") or not is_key):
+  of_key = is_key or any(dotted.endswith(f".{key}") for dotted in values)
+  if name in own and (topic.startswith("-") or not of_key):
     taken = f"Taken by {', '.join(owners.get(name, VERBS))}."
     return "\n".join([*_flag_lines([own[name]]), "", *_wrapped(taken)])
   if key == KEYS:
     return "\n\n".join(_all_keys(values))
   if is_key:
     return _of_keys(key, config_flag.named([key], [*values]), values)
+  if found := _search(key, values):
+    return found
   known = [*VERBS, *own, *values, *(dotted.partition(".")[0] for dotted in values), KEYS]
   raise ValueError(
     f"help {topic}: there is no verb, flag or config key of that name{nearest(key, known)} "
     f"({_COMMAND} help: the verbs; help {KEYS}: the keys)"
   )
+
+
+def _search(word: str, values: Mapping[str, object]) -> str:
+  """Returns the keys, flags and verbs that a word is part of, in full if it is one key; or "".
+
+  By names first: what a key is called elsewhere is one of its names.
+  """
+  texts = {f"--{flag.name}": meaning(flag) for flag in own_flags()}
+  texts |= {name: f"{verb.summary}. {verb.text}" for name, verb in VERBS.items()}
+  texts |= {key: key_row(key, values["argument"]).explained() for key in values}
+  begins = re.compile(rf"(^|[-_\W]){re.escape(word)}", re.IGNORECASE)
+  lasts = {name: name.rpartition(".")[2] for name in texts}
+  meant = [name for name in elsewhere(word) if name in values]
+  same = meant or [name for name, last in lasts.items() if last.lstrip("-") == word.lower()]
+  near = [name for name, last in lasts.items() if begins.search(last) and name not in same]
+  if len(same) == 1 or (not same and len(near) == 1):
+    [name] = same or near
+    found = (
+      _of_keys(name, [name], values) if name in values else "\n".join(_entry(name, texts[name]))
+    )
+    return "\n".join([found, *(_wrapped(f"Also: {', '.join(near)}") if same and near else [])])
+  found = [*same, *near] or [name for name, what in texts.items() if begins.search(what)]
+  if not found or len(word) < 2:
+    return ""
+  lines = [line for name in found for line in _entry(name, texts[name].partition(". ")[0])]
+  return "\n".join([f"{word} is part of:", *lines])
 
 
 def _of_verb(name: str, owners: Mapping[str, Sequence[str]]) -> str:
@@ -139,11 +169,10 @@ def _of_verb(name: str, owners: Mapping[str, Sequence[str]]) -> str:
   if verb.examples:
     lines += ["", "Examples:", *(f"  {_COMMAND} {example}" for example in verb.examples)]
   its = [flag for flag in own_flags() if name in owners.get(flag.name, VERBS)]
-  own = [flag for flag in its if flag.name in owners and flag.name != "config"]
+  own = [flag for flag in its if flag.name in owners]
   general = [flag for flag in its if flag not in own]
-  if own:
-    lines += ["", "Flags:", *_flag_lines(own)]
-  lines += ["", "Flags of every verb:", *_flag_lines(general)]
+  lines += ["", "Flags:", *_flag_lines(own, name)] if own else []
+  lines += ["", *_wrapped(f"Of every verb: {', '.join(f'--{flag.name}' for flag in general)}.")]
   if verb.config != "none":
     lines += ["", *_wrapped(f"Config keys: {_COMMAND} help {KEYS}, or help SECTION.")]
   return "\n".join(lines)
@@ -160,11 +189,26 @@ def meaning(flag: flags.Flag) -> str:
   return flag.help.partition(";\n")[0]
 
 
-def _flag_lines(those: Sequence[flags.Flag]) -> list[str]:
+# Flag -> verbs -> what it means for them, where that is not what it means for the others.
+_FOR_VERBS = {
+  "workdir": {
+    "evaluate sample export replay report": "The run to read; runs/CONFIG_RECIPE.",
+    "plan": "Where plan.html and plan.json are written; runs/CONFIG_RECIPE.",
+    "search": "Where search.html and search.json are written; runs/CONFIG_RECIPE.",
+    "doctor": "The workdir to check; runs, or with --config runs/CONFIG_RECIPE.",
+    "layout compare": "As of train, whose command may be given with another verb; not changed.",
+  },
+  "json": {"config": "Print JSON.", "check": "The file for its findings as JSON."},
+  "topology": {"config": "The devices to derive it for: v5p-128 or h100:8; by default these here."},
+}
+
+
+def _flag_lines(those: Sequence[flags.Flag], verb: str = "") -> list[str]:
   lines = []
   for flag in those:
     default = "" if flag.default in (None, [], False) else f"={flag.default!r}"
-    lines += _entry(f"--{flag.name}{default}", meaning(flag))
+    texts = {v: text for vs, text in _FOR_VERBS.get(flag.name, {}).items() for v in vs.split()}
+    lines += _entry(f"--{flag.name}{default}", texts.get(verb) or meaning(flag))
   return lines
 
 

@@ -113,11 +113,13 @@ VERBS = {
   ),
   "config": Verb(
     "print the finalized config, and where each value comes from",
-    "Each key with its value, unit, origin (default, recipe, preset, file, override, derived or "
-    "platform) and meaning. KEY or SECTION: of these alone. The config is checked as train would "
-    "check it. --topology derives it for other devices, --json prints JSON.",
+    "Each key with its value, unit and origin (default, recipe, preset, file, override, derived "
+    "or platform); first what is not the recipe's, or with --changed that alone. KEY or SECTION: "
+    "of these alone, with their meanings. The config is checked as train would check it. "
+    "--topology derives it for other devices, --json prints JSON.",
     (
       f"config {_DP4_TP2}",
+      f"config {_DP4_TP2} --config.model.depth=6 --changed",
       f"config training optimizer.learning_rate {_DP4_TP2}",
       "config partitioning --config=configs/fsdp.py:llama3_8b --topology=v5p-128",
     ),

@@ -14,7 +14,7 @@ DP4_TP2 = "--config=configs/dp4_tp2.py"
 
 
 def test_every_key_with_its_origin(main):
-  code, out, err = main("config", DP4_TP2, "--config.training.steps=3", "--json")
+  code, out, err = main("config", DP4_TP2, "--config.training.steps=0.3e1", "--json")
   assert (code, err) == (0, "")
   rows = {row["key"]: row for row in json.loads(out)}
   assert len(rows) > 200
@@ -49,6 +49,23 @@ def test_named_keys_as_text_for_devices_that_are_not_there(main):
   assert lines[at + 1].startswith("  platform tpu: mesh.tensor=2: what lies between blocks")
   assert "optimizer" not in "".join(line for line in lines if not line.startswith(" "))
   assert max(map(len, lines)) <= 80
+
+
+def test_what_a_run_changes_comes_first_or_alone(main):
+  command = ("config", DP4_TP2, "--config.model.heads=2")
+  code, out, err = main(*command)
+  assert (code, err) == (0, "")
+  names = [line.partition("=")[0] for line in out.splitlines() if line[:1] not in ("", " ")]
+  changed = ["mesh.data", "mesh.tensor", "model.heads", "model.kv_heads"]
+  head = ["changed from the recipe lm:", *changed, "not changed:", "argument"]
+  assert names[: len(head)] == head
+  assert len(out.splitlines()) < 300
+  folded = "partitioning.parameters: 21 dims; `config partitioning.parameters` lists them"
+  assert out.splitlines()[-1] == folded
+  _, out, _ = main(*command, "--changed", "--json")
+  assert [row["key"] for row in json.loads(out)] == changed
+  _, out, _ = main("config", "--config=configs/single.py", "--changed")
+  assert out == "nothing is changed from the recipe lm\n"
 
 
 @pytest.mark.parametrize(

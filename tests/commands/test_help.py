@@ -40,6 +40,10 @@ def test_every_verb_says_its_flags_and_no_others():
   assert "--config  " in shown
   for other in ("--html", "--topology", "--accept_changes"):
     assert other not in shown
+  assert "The run to read" in shown
+  assert "Where plan.html and plan.json are written" in text("help", "plan")
+  assert "Where the run is kept" in text("help", "train")
+  assert "against" not in text("help", "report").partition("Flags:")[2]  # none internal
   assert text("sample", "--help") == text("--help=sample") == shown
   assert "--config" not in text("help", "tour").partition("Flags")[2]
 
@@ -68,6 +72,24 @@ def test_keys_and_sections_and_flags():
   everything = text("help", "keys")
   for key in ("checkpoint.keep=2", "model.head_size=unset", "metrics.every_steps=10", "seed=0"):
     assert f"--config.{key}" in everything
+
+
+def test_a_word_is_looked_for_in_names_and_then_in_texts():
+  rate = "--config.optimizer.learning_rate=0.008\n      Peak learning rate"
+  for word in ("learning_rate", "lr", "max_lr"):
+    assert rate in text("help", word)
+  shown = text("help", "width")
+  assert "--config.model.model_size=128" in shown
+  assert shown.endswith("Also: --widths, model.base_width")
+  shown = text("help", "beta")
+  assert re.findall(r"^  (\S+)", shown, re.MULTILINE) == [
+    *("optimizer.beta_1", "optimizer.beta_2", "training.dpo_beta")
+  ]
+  shown = text("help", "steps")  # keys, and a flag of a verb
+  assert re.findall(r"^  (\S+)", shown, re.MULTILINE)[:4] == [
+    *("--steps", "evaluation.steps", "profile.steps", "training.steps")
+  ]
+  assert "model.base_width" in text("help", "muP")  # named in its text
 
 
 def test_the_long_help_has_everything():

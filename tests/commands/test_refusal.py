@@ -27,6 +27,22 @@ REFUSALS = {
     [DP8, "--config.training.stepz=3"],
     ["unknown config key 'training.stepz'", "did you mean 'training.steps'?"],
   ),
+  "a key by what it is called elsewhere": (
+    [DP8, "--config.model.n_embd=64"],
+    ["unknown config key 'model.n_embd'", "did you mean 'model.model_size'?"],
+  ),
+  "likewise without --config": (
+    [DP8, "--lr=1e-3"],
+    ["unknown flag --lr; did you mean '--config.optimizer.learning_rate'?"],
+  ),
+  "a value by what it is called elsewhere": (
+    [DP8, "--config.model.activation=relu2"],
+    ["did you mean 'relu_squared'?"],
+  ),
+  "a part of a step": (
+    [DP8, "--config.training.steps=15e-1"],
+    ["training.steps is a whole number, not '15e-1'"],
+  ),
   "wrong type": (
     [DP8, "--config.training.steps=many"],
     ["training.steps is a whole number, not 'many'"],
