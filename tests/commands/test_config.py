@@ -75,7 +75,7 @@ def test_what_a_run_changes_comes_first_or_alone(main):
     (("config", "trainin.steps", DP4_TP2), "did you mean 'training.steps'?", ""),
     (("config", "mesh", "--config=x", "configs/dp8"), "configs/dp8 and x: two configs", ""),
     (("train", "steps", DP4_TP2), "unexpected 'steps' after the verb", ""),
-    (("layout", DP4_TP2, "--json"), "--json belongs to the verb config, not to layout", ""),
+    (("layout", DP4_TP2, "--json"), "belongs to the verbs config and check, not to layout", ""),
     (("config", DP4_TP2, "--topology=v5p:4"), "v5p takes 3 dims", ""),
     (
       ("config", "training.steps", DP4_TP2, "--config.training.steps=0"),
