@@ -36,7 +36,7 @@ def run(*words: str) -> int:
   try:
     parsed, flag = flags.CONFIG.value, absl_flags.FLAGS[flags.CONFIG.name]
     [*_, given] = config_flag.config_values(sys.argv, flag.name)
-    platform, sizes, capability = _target(parsed)
+    platform, sizes, capability = target(parsed)
     final, choices = finalize.with_choices(parsed, platform, sizes, capability)
     values = dict(config_flag.leaves(final))
     origin = origins(
@@ -70,7 +70,7 @@ def run(*words: str) -> int:
   return exit_codes.DONE
 
 
-def _target(config: ConfigDict) -> tuple[str, Mapping[str, int], float]:
+def target(config: ConfigDict) -> tuple[str, Mapping[str, int], float]:
   """Returns platform, sizes of the mesh axes and compute capability of the devices it is for.
 
   Only attached accelerators need JAX.

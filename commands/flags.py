@@ -58,7 +58,7 @@ TASKS = _of(
   "evaluate",
   _text("tasks", None, "Comma-separated .jsonl files of tasks, instead of the validation split."),
 )
-TO = _of("export", _text("to", None, "The folder to write; new, or empty."))
+TO = _of("export eject", _text("to", None, "The new folder to write; of eject, the file."))
 MERGE = _of(
   "export",
   _bool("merge", False, "Add LoRA's adapters to the kernels, instead of writing them alone."),

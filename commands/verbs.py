@@ -61,6 +61,15 @@ VERBS = {
     "the weights.",
     ("export --config=configs/single.py:model=hf --to=exported",),
   ),
+  "eject": Verb(
+    "write a dense decoder's run as one file of JAX",
+    "--to=FILE.py is examples/one_file.py with the config's sizes, mesh and optimizer: 600 lines "
+    "that need jax, optax and numpy, to copy and edit. Its losses are those of the run. What it "
+    "cannot do (experts, adapters, stages, other optimizers) is refused.",
+    (f"eject {_DP4_TP2} --to=train_mine.py",),
+    alone=True,
+    jax=False,
+  ),
   "layout": Verb(
     "print how every array is sharded",
     "--against=CONFIG compares two strategies, --html=FILE writes a page with drawings and what "

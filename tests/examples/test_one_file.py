@@ -2,21 +2,28 @@
 
 import ast
 import dataclasses
+import importlib.util
 import json
 import os
 import pathlib
 import sys
 import time
+from types import ModuleType
 
 import jax
 import numpy as np
 import pytest
 
+from commands import eject
+from configs import dp4_tp2
+from configs.schema import finalize
+from configs.schema.one_file import file_flags
 from examples import one_file
 from tests.helpers.compiling import OPTIONS
 from tests.helpers.jobs import make_job
 from tests.test_imports import imports
 from training import splits
+from training.setup import Job
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Distinct sizes, so that a swapped dim cannot pass; heads of keys are not divided by tensor=2.
@@ -33,14 +40,16 @@ def lines(workdir: pathlib.Path) -> list[dict]:
   return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-def the_applications(strategy: str, dtype: str, **more) -> list[dict]:
-  """Returns the metrics of the first steps of the application, and its evaluation loss."""
+def the_applications(strategy: str, dtype: str) -> tuple[Job, list[dict]]:
+  """Returns a job, and the metrics of its steps and of the evaluation after the last."""
   keys = {f"model.{name}": value for name, value in SIZES.items()}
   keys |= {f"data.{name}": value for name, value in DATA.items()}
   keys |= {f"optimizer.{name}": value for name, value in OPTIMIZER.items()}
   keys |= {"model.vocabulary_size": 256, "model.vocabulary_multiple": 64, "seed": RUN["seed"]}
   keys |= {"training.steps": STEPS, "training.parameter_dtype": dtype}
-  job = make_job(strategy, "lm", **{**keys, **more})
+  # What is logged, evaluated and saved is read by `eject` alone.
+  keys |= {"metrics.every_steps": 1, "evaluation.every_steps": 0, "evaluation.steps": 2}
+  job = make_job(strategy, "lm", **keys, **{"evaluation.sample_tokens": 0})
   data, state, found = splits.open_data(job), job.initial_state(), []
   step = job.compile_train_step().function
   for number in range(STEPS):
@@ -50,30 +59,77 @@ def the_applications(strategy: str, dtype: str, **more) -> list[dict]:
   batches = [data.evaluation.batch(number, job.batch_shardings) for number in range(2)]
   sums = [evaluate(state.params, batch) for batch in batches]
   loss, weight = (sum(float(one[name]) for one in sums) for name in ("loss", "weight"))
-  return [*found, {"step": STEPS, "eval_loss": loss / weight}]
+  return job, [*found, {"step": STEPS, "eval_loss": loss / weight}]
+
+
+def ejected(job: Job, path: pathlib.Path) -> ModuleType:
+  """Returns the file that `eject` writes for a job, as a module."""
+  values = file_flags(job.config, "cpu", job.devices.sizes)
+  path.write_text(eject.filled(eject.FILE.read_text(), values, path.name, "eject"))
+  spec = importlib.util.spec_from_file_location(path.stem, path)
+  module = importlib.util.module_from_spec(spec)
+  # Dataclasses look their module up.
+  sys.modules[path.stem] = module
+  spec.loader.exec_module(module)
+  return module
 
 
 @pytest.mark.parametrize(
-  ("dtype", "tolerance", "strategy", "meshes"),
+  ("dtype", "tolerance", "strategy"),
   [
-    ("float64", 1e-12, "dp2_fsdp2_tp2", ["data=1", "data=2,fsdp=2,tensor=2"]),
-    pytest.param("float32", 1e-5, "single", ["data=4,tensor=2"], marks=pytest.mark.long),
+    ("float64", 1e-12, "dp2_fsdp2_tp2"),
+    pytest.param("float32", 1e-5, "dp4_tp2", marks=pytest.mark.long),
   ],
 )
-def test_trains_as_the_application_on_one_device_and_on_eight(
-  dtype, tolerance, strategy, meshes, tmp_path
+def test_trains_as_the_application_on_one_device_and_ejected_on_eight(
+  dtype, tolerance, strategy, tmp_path
 ):
   with jax.enable_x64(dtype == "float64"):
-    wanted = the_applications(strategy, dtype)
-    for mesh in meshes:
-      given = {"mesh": mesh, "workdir": str(tmp_path / mesh), "parameter_dtype": dtype}
+    job, wanted = the_applications(strategy, dtype)
+    eight = ejected(job, tmp_path / "ejected_file.py")
+    one = dataclasses.replace(CONFIG, parameter_dtype=dtype)
+    for name, module, config in (("one", one_file, one), ("eight", eight, eight.Config())):
       with jax.numpy_dtype_promotion("standard"):
-        one_file.train(dataclasses.replace(CONFIG, **given))
-      found = lines(tmp_path / mesh)
+        module.train(dataclasses.replace(config, workdir=str(tmp_path / name)))
+      found = lines(tmp_path / name)
       assert len(found) == len(wanted) == STEPS + 1
       for ours, its in zip(found, wanted, strict=True):
-        for name, value in its.items():
-          assert ours[name] == pytest.approx(value, rel=tolerance), (mesh, its["step"], name)
+        for key, value in its.items():
+          assert ours[key] == pytest.approx(value, rel=tolerance), (name, its["step"], key)
+
+
+@pytest.mark.parametrize(
+  ("keys", "said"),
+  [
+    ({"model.experts": 4}, ["model.experts=4; it has 0"]),
+    ({"lora.rank": 2, "optimizer.name": "muon"}, ["lora.rank=2; it has 0", "optimizer.name=muon"]),
+    ({"mesh.stage": 2, "training.z_loss": 0.1}, ["mesh.stage=2; it has 1", "z_loss=0.1; it has 0"]),
+    ({"checkpoint.initialize_from": "runs/x"}, ["checkpoint.initialize_from=runs/x"]),
+    ({"model.vocabulary_size": 300}, ["model.vocabulary_size is no multiple of 128"]),
+  ],
+)
+def test_what_the_file_cannot_do_is_refused(keys, said):
+  config = dp4_tp2.get_config("lm")
+  config.update_from_flattened_dict(keys)
+  with pytest.raises(ValueError, match=r"examples/one_file\.py cannot train this config") as error:
+    file_flags(finalize.finalize(config, "cpu"), "cpu", config.mesh.to_dict())
+  lines = str(error.value).splitlines()[1:]
+  assert all(any(part in line for line in lines) for part in said), lines
+
+
+def test_eject_writes_a_file_once(main, tmp_path):
+  command = ["eject", "--config=configs/dp4_tp2.py", f"--to={tmp_path}/mine.py"]
+  code, out, err = main(*command, "--config.model.layers=5")
+  assert code == 0, err
+  assert f"python {tmp_path}/mine.py" in out
+  text = (tmp_path / "mine.py").read_text()
+  assert '  mesh: str = "data=4,tensor=2"  # sizes' in text
+  assert "  layers: int = 5\n" in text
+  assert '  workdir: str = "runs/mine"\n' in text
+  code, _, err = main(*command)
+  assert code == 2
+  assert "it exists" in err
+  assert (tmp_path / "mine.py").read_text() == text
 
 
 def test_rows_and_their_order_are_the_applications():
