@@ -8,8 +8,10 @@ from typing import Any
 
 from etils import epath
 
-from inference.request import Request
+from commands import flags
 from processes.coordination import current
+from runtime import files
+from training import history
 from training.metrics import log_lines
 from training.metrics.console import say
 from training.metrics.log_lines import LogFile
@@ -66,45 +68,42 @@ def _can_show_dots() -> bool:
   return True
 
 
-def next_commands(job: Job, workdir: epath.Path, sample: Request | None) -> None:
-  """Prints three commands to continue with.
+def next_commands(job: Job, workdir: epath.Path, *, samples: bool) -> None:
+  """Prints commands to continue with: the run's folder stands for its config.
 
   Args:
     job: of the run.
     workdir: of the run.
-    sample: what the run has ended with; None where the model continues no texts.
+    samples: whether the model continues texts.
   """
-  given = _given(sys.argv[1:])
-  reading = [word for word in given if not word.startswith("--accept")]  # is of `train` alone
-  if sample is not None:
-    look = "sample from it", ["sample", *reading, f"--prompt={sample.prompts[0]}"]
-  else:
-    look = "evaluate it", ["evaluate", *reading]
-  steps = 2 * job.config.training.steps
-  of_steps = ("--config.training.steps=", "--config.optimizer.schedule_on_resume=")
-  longer = [word for word in given if not word.startswith(of_steps)]
-  keys, restart = job.config.optimizer, f"{of_steps[1]}restart"
+  keys, steps = job.config.optimizer, 2 * job.config.training.steps
   ended = learning_rate_schedule(keys, job.config.training.steps)(steps)
-  commands = [
-    look,
-    ("train for longer", [*longer, f"{of_steps[0]}{steps}", *([] if ended else [restart])]),
-  ]
-  texts = [(what, shlex.join(["python", "main.py", *words])) for what, words in commands]
-  board = shlex.join(["tensorboard", f"--logdir={workdir}"])
-  if job.config.metrics.tensorboard:
-    texts.append(("see its metrics", board))
-  else:
-    texts.append(("see its layout", shlex.join(["python", "main.py", "layout", *reading])))
-  lines = [f"  {what + ':':<18}{command}" for what, command in texts]
-  if job.config.optimizer.schedule not in ("constant", "inverse_sqrt"):
+  restart = "optimizer.schedule_on_resume=restart"
+  longer = [f"training.steps={steps}", *([] if ended else [restart])]
+  run = [str(workdir), *(["--simulate"] if flags.given(flags.SIMULATE) else [])]
+  look = ("sample from it", "sample") if samples else ("evaluate it", "evaluate")
+  texts = [(look[0], _main(look[1], *run)), ("train for longer", _main("train", *run, *longer))]
+  if keys.schedule not in ("constant", "inverse_sqrt"):
     how = f"stays at {ended:.3g}; with {restart} it" if ended else "has ended at 0, and so"
-    lines.insert(2, f"{'':20}(the learning rate {how} warms up again and decays)")
+    texts.append(("", f"(the learning rate {how} warms up again and decays)"))
+  texts.append(
+    ("see its page", _page(workdir))
+    if job.config.metrics.report
+    else ("see its layout", _main("layout", *run))
+  )
+  if job.config.metrics.tensorboard and shutil.which("tensorboard"):
+    texts.append(("see its metrics", shlex.join(["tensorboard", f"--logdir={workdir}"])))
+  lines = [f"  {what + ':' * bool(what):<18}{command}" for what, command in texts]
   say("\n".join(["\nnext:", *lines]))
 
 
-def _given(argv: Sequence[str]) -> list[str]:
-  """Returns the arguments of the command without its verb."""
-  found = [*argv]
-  if "train" in found:
-    found.remove("train")
-  return found
+def _main(*words: str) -> str:
+  return shlex.join(["python", "main.py", *words])
+
+
+def _page(workdir: epath.Path) -> str:
+  """Returns the command that shows the run's page, or its path where no browser is known."""
+  page = workdir / history.REPORT
+  opener = "open" if sys.platform == "darwin" else "xdg-open"
+  here = files.is_local(workdir) and shutil.which(opener)
+  return shlex.join([opener, str(page)]) if here else f"{page} (in a browser)"

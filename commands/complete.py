@@ -32,6 +32,7 @@ _SECONDS = 20
 _CONFIGS = ("config", "against")
 _PATH_KEYS = ("data.files", "data.data_dir", "data.tokenizer", "data.chat_template", "model.folder")
 _PATH_KEYS += ("data.evaluation_files", "checkpoint.initialize_from", "compilation_cache_dir")
+_PLACES = ("configs", "runs")  # of configs and runs, as a rule
 _SHELLS = ("bash", "zsh", "fish")
 Found = Iterator[tuple[str, str]]  # a whole word, with a space where it is complete; what it means
 
@@ -118,7 +119,7 @@ def candidates(words: Sequence[str], word: str, known: Mapping) -> Found:
     known: of `index`.
   """
   verb, given, waits = _parse(words, known)
-  keys = _keys(given.get("config"), known)
+  keys = _keys(given.get("config") or next(filter(_is_config, words), None), known)
   if waits:
     found = _values(waits, word, keys, known)
   elif word.startswith("--") and "=" in word:
@@ -144,7 +145,7 @@ def _parse(words: Sequence[str], known: Mapping) -> tuple[str, dict[str, str], s
     if waits:
       given[waits], waits = word, ""
     elif not word.startswith("-"):
-      verb = verb or word
+      verb = verb or (word if word in known["verbs"] or word == "help" else "")
     elif word.startswith("--"):
       name = _name(name)
       given[name] = value
@@ -160,8 +161,20 @@ def _words(
   if verb in ("", "help"):
     yield from ((f"{name} ", what) for name, what in known["verbs"].items())
     yield ("keys ", "all config keys") if verb else ("help ", "verbs, flags, config keys")
-  if verb in ("help", "config"):
+  name, equals, value = word.partition("=")
+  if verb in ("help", "config") and not equals:
     yield from _dotted(word, keys, " ")
+  elif known["takes"].get(verb or "train") and re.fullmatch(r"[a-z_0-9.]+", name):
+    if equals:
+      found = _values(f"config.{name}", value, keys, known)
+      yield from ((f"{name}={one}", what) for one, what in found)
+    else:
+      yield from _dotted(word, keys, "=")
+      yield from ((f"{folder}/", "") for folder in _PLACES if os.path.isdir(folder))
+  if verb == "report":
+    yield from _paths(word)
+  elif "/" in word:
+    yield from _config(word, known)  # or a folder, of runs
   if verb == "completion":
     yield from ((f"{shell} ", "") for shell in _SHELLS)
   if verb != "help" and not word:
@@ -210,6 +223,12 @@ def _keys(config: str | None, known: Mapping) -> Mapping[str, Sequence]:
   if model in known["recipes"] or (config is not None and not argument and not experiment):
     return known["keys"]["lm"]
   return {key: row for keys in reversed(known["keys"].values()) for key, row in keys.items()}
+
+
+def _is_config(word: str) -> bool:
+  """Returns whether a word names a config file, whose `.py` may be left out."""
+  path = word.partition(":")[0]
+  return not word.startswith("-") and (path.endswith(".py") or os.path.isfile(f"{path}.py"))
 
 
 def _values(name: str, value: str, keys: Mapping[str, Sequence], known: Mapping) -> Found:

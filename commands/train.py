@@ -99,7 +99,7 @@ def _run(data: splits.Data, start: restore.Start, watch: Watchdog) -> int:
     start.checkpointer.close()
     say(
       f"nothing to do: all {ready.config.training.steps:,} steps are done. To train for longer, "
-      "raise --config.training.steps; to score the model, run `evaluate`"
+      "raise training.steps; to score the model, run `evaluate`"
     )
     return exit_codes.DONE
   report = run_report.of(start, command=flags.command_line())
@@ -128,7 +128,7 @@ def _run(data: splits.Data, start: restore.Start, watch: Watchdog) -> int:
     model = sampler.TrainedModel(ready, end.state.params, end.state.variables)
     [drawn] = sampler.show(model, wanted, report.sampler)
     report.sampled(drawn)
-  closing.next_commands(ready, workdir, wanted)
+  closing.next_commands(ready, workdir, samples=wanted is not None)
   report.end()
   return exit_codes.DONE
 

@@ -2,41 +2,50 @@
 
 import io
 import json
+import shutil
 import sys
 import types
 
 import pytest
 
-from commands import closing
-from inference.request import Request
+from commands import closing, flags
 from tests.helpers.jobs import make_job
 
-RESTART = "--config.optimizer.schedule_on_resume=restart"
+RESTART = "optimizer.schedule_on_resume=restart"
 
 
 @pytest.fixture
-def given(monkeypatch):
-  """Sets the command line of the run."""
-  words = ["train", "--config=configs/dp8.py", "--config.training.steps=7", "--accept-changes=seed"]
-  monkeypatch.setattr(sys, "argv", ["main.py", *words])
+def installed(monkeypatch):
+  """Returns the set of programs that are installed: none."""
+  found = set()
+  monkeypatch.setattr(shutil, "which", lambda name: name if name in found else None)
+  monkeypatch.setattr(sys, "platform", "linux")
+  flags.flags.FLAGS.mark_as_parsed()
+  return found
 
 
-def test_the_next_commands_are_the_runs_own_with_what_they_change(given, tmp_path, capsys):
+def offered(capsys):
+  return [line.strip() for line in capsys.readouterr().out.splitlines()[2:]]
+
+
+def test_the_runs_folder_stands_for_the_run(tmp_path, capsys, installed):
   job = make_job("dp8", "lm", **{"data.name": "python_source", "training.steps": 7})
-  closing.next_commands(job, tmp_path / "my runs", Request(("def ",)))
-  sample, longer, how, board = capsys.readouterr().out.splitlines()[2:]
-  config = "--config=configs/dp8.py"
-  assert sample.split(None, 3)[3] == (
-    f"python main.py sample {config} --config.training.steps=7 '--prompt=def '"
-  )
-  assert longer.endswith(
-    f"python main.py {config} --accept-changes=seed --config.training.steps=14"
-  )
-  assert how.strip() == (
-    "(the learning rate stays at 0.0008; with --config.optimizer.schedule_on_resume=restart it "
-    "warms up again and decays)"
-  )
-  assert board.endswith(f"tensorboard '--logdir={tmp_path}/my runs'")
+  folder = f"'{tmp_path}/my runs'"
+  closing.next_commands(job, tmp_path / "my runs", samples=True)
+  lines = offered(capsys)
+  assert lines == [
+    f"sample from it:   python main.py sample {folder}",
+    f"train for longer: python main.py train {folder} training.steps=14",
+    f"(the learning rate stays at 0.0008; with {RESTART} it warms up again and decays)",
+    f"see its page:     {tmp_path}/my runs/run.html (in a browser)",
+  ]
+  installed.update(("xdg-open", "tensorboard"))
+  closing.next_commands(job, tmp_path / "my runs", samples=True)
+  assert offered(capsys) == [
+    *lines[:3],
+    f"see its page:     xdg-open '{tmp_path}/my runs/run.html'",
+    f"see its metrics:  tensorboard '--logdir={tmp_path}/my runs'",
+  ]
 
 
 @pytest.mark.parametrize(
@@ -48,21 +57,24 @@ def test_the_next_commands_are_the_runs_own_with_what_they_change(given, tmp_pat
   ],
 )
 def test_to_train_for_longer_a_schedule_that_has_ended_at_0_restarts(
-  given, tmp_path, capsys, schedule, more, how
+  installed, tmp_path, capsys, schedule, more, how
 ):
   job = make_job("dp8", "lm", **{"training.steps": 7, "optimizer.schedule": schedule})
-  closing.next_commands(job, tmp_path, None)
-  _, longer, *lines = capsys.readouterr().out.splitlines()[2:]
-  assert longer.split()[-1 - len(more) :] == ["--config.training.steps=14", *more]
-  assert [line.strip() for line in lines[:-1]] == how
+  closing.next_commands(job, tmp_path, samples=False)
+  _, longer, *lines = offered(capsys)
+  assert longer.split()[-1 - len(more) :] == ["training.steps=14", *more]
+  assert lines[:-1] == how
 
 
-def test_a_classifier_is_evaluated(given, tmp_path, capsys):
-  job = make_job("dp8", "mlp", **{"metrics.tensorboard": False})
-  closing.next_commands(job, tmp_path, None)
-  out = capsys.readouterr().out
-  assert "python main.py evaluate --config=configs/dp8.py --config.training.steps=7\n" in out
-  assert "tensorboard" not in out
+def test_a_classifier_is_evaluated_and_a_run_without_a_page_has_its_layout(
+  installed, tmp_path, capsys
+):
+  installed.add("tensorboard")
+  job = make_job("dp8", "mlp", **{"metrics.tensorboard": False, "metrics.report": False})
+  closing.next_commands(job, tmp_path, samples=False)
+  first, *_, last = offered(capsys)
+  assert first == f"evaluate it:      python main.py evaluate {tmp_path}"
+  assert last == f"see its layout:   python main.py layout {tmp_path}"
 
 
 def test_the_curve_is_of_the_steps_that_count(tmp_path, capsys, monkeypatch):

@@ -49,9 +49,9 @@ def test_trains_and_leaves_its_files(uninterrupted):
     "waiting for data",
     "on the evaluation split",
     "step 7\n",
-    "next:\n  evaluate it:      python main.py evaluate ",
-    "  train for longer: python main.py --config",
-    f"  see its metrics:  tensorboard --logdir={workdir}",
+    f"next:\n  evaluate it:      python main.py evaluate {workdir}\n",
+    f"  train for longer: python main.py train {workdir} training.steps=14\n",
+    f"  see its layout:   python main.py layout {workdir}\n",
   ):
     assert text in out, out
   assert json.loads((workdir / "config.json").read_text())["training"]["steps"] == 7

@@ -77,7 +77,7 @@ def test_lowered_in_the_middle_it_does_not_jump(resumed):
 
 @pytest.mark.long
 def test_raised_after_the_end_it_stays_or_warms_up_again(resumed, forty):
-  how = "--config.optimizer.schedule_on_resume="
+  how = "optimizer.schedule_on_resume="
   assert f"(the learning rate stays at 0.0002; with {how}restart it warms up again" in forty[1]
   code, said, rates = resumed(40, SIXTY)
   assert code == 0, said

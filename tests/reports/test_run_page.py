@@ -1,5 +1,6 @@
 """The page of a run: its numbers are those of the files, whatever happened to the run."""
 
+import dataclasses
 import re
 import time
 
@@ -233,14 +234,19 @@ def test_what_a_restart_has_undone_is_gone(text):
   assert "On disk: 40." in section(text, "checkpoints")
 
 
-def test_commands_are_those_of_the_newest_start(folder):
-  commands = dict(run_sections.commands_of_run(run_files.read(folder)))
-  head = "python main.py"
-  rest = "--config=configs/dp4_tp2.py '--workdir=my runs/a'"
-  assert commands["resume"] == f"{head} {rest} --accept_changes=versions.code"
-  assert commands["evaluate"] == f"{head} evaluate {rest}"
-  assert commands["sample"] == f"{head} sample {rest} '--prompt=def '"
-  assert commands["this page"] == f"{head} report '{folder}'"
+def test_the_folder_stands_for_the_run_in_commands(folder):
+  run = run_files.read(folder)
+  commands = dict(run_sections.commands_of_run(run))
+  assert commands["resume"] == f"python main.py train '{folder}'"
+  assert commands["evaluate"] == f"python main.py evaluate '{folder}'"
+  assert commands["sample"] == f"python main.py sample '{folder}'"
+  assert commands["this page"] == f"python main.py report '{folder}'"
+  done = dataclasses.replace(run, config={"training.steps": 40})
+  [(what, command), *_] = run_sections.commands_of_run(done)
+  assert (what, command) == (
+    "train for longer",
+    f"python main.py train '{folder}' training.steps=80",
+  )
 
 
 def test_the_config_is_listed(text):
