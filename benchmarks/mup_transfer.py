@@ -3,7 +3,7 @@
   python -m benchmarks.mup_transfer
 
 Trains the recipe `lm` on one device, at width 64 and at 4 times its widths, for each learning rate
-on the same batches, and prints the mean loss of the last steps: the table of docs/mup.md.
+on the same batches, and prints the mean loss of the last steps: the table of docs/optimizers.md.
 """
 
 import dataclasses

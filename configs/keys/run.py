@@ -30,7 +30,7 @@ GENERAL: Rows = {
 MESH: Rows = {
   "data": Key(1, "splits the batch; -1 on one axis: all remaining devices", unit="devices"),
   "fsdp": Key(1, "splits the batch, and parameters and optimizer state", unit="devices"),
-  "stage": Key(1, "pipeline stages: splits the layers (docs/pipeline.md)", unit="devices"),
+  "stage": Key(1, "pipeline stages: splits the layers (docs/strategies.md)", unit="devices"),
   "expert": Key(1, "splits the experts, and elsewhere the batch (docs/experts.md)", unit="devices"),
   "context": Key(1, "splits the sequence", unit="devices"),
   "tensor": Key(

@@ -110,7 +110,8 @@ RULES = {
 # ------------------------------ the learning rate ------------------------------
 
 # muP's rule for a learning rate of hidden matrices (training.optimizers.groups) -> its power of the
-# width. Without muP the best one of AdamW falls so, for all parameters together (docs/mup.md).
+# width. Without muP the best one of AdamW falls so, for all parameters together
+# (docs/optimizers.md).
 _POWERS = {"entrywise": -1.0, "orthogonal": -0.5}
 
 

@@ -57,7 +57,7 @@ SECTIONS = {
 }
 NOTES = {
   "model": "With `model=hf` they are those of the folder's `config.json`\n"
-  "([open_weights.md](open_weights.md#import)).",
+  "([fine_tuning.md](fine_tuning.md#import)).",
   "mesh": "Sizes of the mesh axes, of one slice; 1: off, -1: all devices that are left\n"
   "([strategies.md](strategies.md)).",
   "mesh_dcn": "Over how many slices an axis extends. Its size is the product with `mesh`.",

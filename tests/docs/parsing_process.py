@@ -14,20 +14,27 @@ import json
 import os
 import pathlib
 import sys
+import tempfile
 
 from absl import flags as absl_flags
 
 from commands import config_flag, flags, help, words
+from configs import base
 from configs.schema import finalize, validate
+from training import workdir_files
+from training.checkpointing import resume_policy
 
-# Stands for the runs of the pages, `runs/NAME`, which are not there.
-RUN = pathlib.Path(__file__).parents[1] / "commands" / "exported_run" / "run"
 MODEL = pathlib.Path(__file__).parents[1] / "interop" / "fixtures" / "qwen3"
 
 
-def wrong(arguments: list[str]) -> str:
-  """Returns what a start with these arguments would be refused for, or ""."""
-  words.run_folder = lambda text: str(RUN) if text.startswith("runs/") else None
+def wrong(arguments: list[str], run: str) -> str:
+  """Returns what a start with these arguments would be refused for, or "".
+
+  Args:
+    arguments: of main.py.
+    run: a workdir, which stands for those of the pages, `runs/NAME`, that are not there.
+  """
+  words.run_folder = lambda text: run if text.startswith("runs/") else None
   if help.asked(["main.py", *arguments]):
     return ""
   sys.argv = flags.rewritten(["main.py", *arguments])
@@ -49,11 +56,11 @@ def wrong(arguments: list[str]) -> str:
   return ""
 
 
-def in_a_fork(arguments: list[str]) -> str:
+def in_a_fork(arguments: list[str], run: str) -> str:
   reading, writing = os.pipe()
   if not os.fork():
     with contextlib.redirect_stdout(io.StringIO()):
-      answer = wrong(arguments)
+      answer = wrong(arguments, run)
     os.write(writing, answer.encode()[:60_000])
     os._exit(0)
   os.close(writing)
@@ -63,7 +70,19 @@ def in_a_fork(arguments: list[str]) -> str:
   return text
 
 
+def write_run(folder: pathlib.Path) -> None:
+  """Writes what a workdir keeps of the config of the recipe `lm`."""
+  config = resume_policy.plain(base.get_config("lm", mesh={}))
+  content = json.dumps({"config_files": [], "config": config})
+  (folder / workdir_files.GIVEN).write_text(content)
+
+
 if __name__ == "__main__":
-  with open(sys.argv[1]) as questions, open(sys.argv[2], "w") as answers:
+  with (
+    open(sys.argv[1]) as questions,
+    open(sys.argv[2], "w") as answers,
+    tempfile.TemporaryDirectory() as folder,
+  ):
+    write_run(pathlib.Path(folder))
     for line in questions:
-      print(json.dumps(in_a_fork(json.loads(line))), file=answers, flush=True)
+      print(json.dumps(in_a_fork(json.loads(line), folder)), file=answers, flush=True)

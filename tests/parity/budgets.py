@@ -299,7 +299,8 @@ when it runs: this is with one round in each layer, in both passes.
 _OF_STAGES = """\
 ## Pipeline stages
 
-With `mesh.stage` a step sends this along `stage`, beside scalars ([pipeline.md](pipeline.md)).
+With `mesh.stage` a step sends this along `stage`, beside scalars
+([strategies.md](strategies.md#pipeline-stages)).
 Along other axes each tick sends what the layers of one chunk send.
 `tests/parity/test_pipeline_budgets.py` compares it with the compiled programs."""
 
