@@ -1,13 +1,12 @@
 r"""The application's training loop compared with a plain hand-written one: `ratio R` per case.
 
-  python -m benchmarks.step_overhead [--cases=lm:dp8,lm:fsdp8,mlp_tutorial:dp4_tp2]
-    [--overhead_steps=10] [--rounds=8]
+  python -m benchmarks.step_overhead [--cases=lm:dp8,lm:fsdp8] [--overhead_steps=10] [--rounds=8]
 
 Ours is one call of `training.loop.train`, with prefetching, metrics.jsonl, TensorBoard events and
-progress lines as in any run. The reference is `benchmarks/reference.py`: the same shapes, mesh,
-optimizer and batches, its step returning what ours does (the next state, the loss and the norm of
-the gradients), its batches on the devices before it begins. Both start from the same parameters,
-and must end with the same loss.
+progress lines as in any run. The reference is the step of `examples/one_file.py`: the same shapes,
+mesh, optimizer and batches; it returns what ours does (the next state, the loss and the norm of the
+gradients), its batches on the devices before it begins. Both draw the same parameters, and must end
+with the same loss.
 
 Method: they alternate in turns of `steps` steps, `rounds` times, so that a drift of the machine
 affects both: the compiled step given to the loop runs the reference before every turn of the loop.
@@ -38,18 +37,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 from absl import app, flags
 from etils import epath
 from ml_collections import ConfigDict
 
-from benchmarks import reference
 from configs.schema import finalize, validate
+from configs.schema.one_file import file_flags
+from examples import one_file
 from input_pipeline.batches import EvaluationBatches
 from processes.coordination import current
 from processes.preemption import StopRequest
@@ -59,7 +57,7 @@ from training import loop, restore, setup, splits
 
 _CASES = flags.DEFINE_list(
   "cases",
-  "lm:dp8,lm:dp4_tp2,lm:fsdp8,lm:dp2_fsdp2_tp2,lm:tp8,mlp_tutorial:dp8,mlp_tutorial:dp4_tp2",
+  "lm:dp8,lm:dp4_tp2,lm:fsdp8,lm:dp2_fsdp2_tp2,lm:tp8",
   "RECIPE:STRATEGY, the strategy being a file of configs/.",
 )
 STEPS = flags.DEFINE_integer(
@@ -171,27 +169,27 @@ def get_config(case: str, overrides: Mapping[str, Any] | None = None):
   return config
 
 
-def plain_step(ready: setup.Job, batch):
-  """Returns the reference's `start` and `step` for a job's config."""
-  config = ready.config
-  model, keys = config.model, config.optimizer
-  dtype = jnp.dtype(config.training.compute_dtype)
-  if keys.name == "sgd":
-    optimizer = optax.sgd(keys.learning_rate)
-  else:
-    names = ("learning_rate", "warmup_steps", "weight_decay", "clip_norm")
-    names += ("beta_1", "beta_2", "epsilon")
-    optimizer = reference.adamw(steps=config.training.steps, **{name: keys[name] for name in names})
-  if model.name == "mlp":
-    loss = functools.partial(reference.mlp_loss, dtype=dtype)
-    specs = reference.MLP_SPECS
-  else:
-    epsilon, base = model.norm_epsilon, model.rotary_base
-    loss = functools.partial(reference.lm_loss, dtype=dtype, norm_epsilon=epsilon, rotary_base=base)
-    divided = model.kv_heads % ready.devices.sizes["tensor"] == 0
-    specs = reference.lm_specs("tensor" if divided else None)
-  arrays = (ready.state.params, batch)
-  return reference.compile_step(loss, specs, optimizer, ready.mesh, arrays)
+def plain_program(ready: setup.Job) -> one_file.Program:
+  """Returns the reference's functions for a job's config."""
+  values = file_flags(ready.config, ready.devices.platform, ready.devices.sizes)
+  return one_file.Program(*one_file.started(one_file.Config(**values)))
+
+
+def run_plain(program: one_file.Program, state: dict, batches: Iterable, *, wait: bool):
+  """Runs one plain step per batch and waits for the last; returns the state and the last loss.
+
+  Args:
+    program: of `plain_program`.
+    state: donated.
+    batches: on the mesh, at least one.
+    wait: for each step: simulated devices that have several in flight can deadlock.
+  """
+  for batch in batches:
+    state, metrics = program.step(state, batch)
+    if wait:
+      jax.block_until_ready(metrics)
+  jax.block_until_ready(state)
+  return state, float(metrics["loss"])
 
 
 def last_loss(ready: setup.Job, data: splits.Data) -> float:
@@ -217,11 +215,10 @@ def measure(name: str, ready: setup.Job, most: float) -> bool:
   data = dataclasses.replace(data, evaluation=EvaluationBatches(few, global_batch_size=size))
   steps = ready.config.training.steps
   batches = [data.train.batch(step, ready.batch_shardings) for step in range(steps)]
-  params = jax.device_get(ready.initial_state().params)
-  start, step = plain_step(ready, batches[0])
-  run = functools.partial(reference.train, step, wait_each_step=ready.devices.simulated)
+  program = plain_program(ready)
+  run = functools.partial(run_plain, program, wait=ready.devices.simulated)
 
-  state, _ = run(start(params), batches[:1])
+  state, _ = run(program.init(jax.random.key(ready.config.seed)), batches[:1])
   left = iter(batches[1:])
 
   def turn():

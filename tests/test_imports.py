@@ -332,11 +332,6 @@ def test_a_missing_reason_is_found():
   assert [*unstable(bare.replace("\nfrom", "\n# Why.\nfrom"), "r")] == [("jax.extend.core", "")]
 
 
-def test_the_plain_reference_imports_nothing_of_the_project():
-  source = (ROOT / "benchmarks" / "reference.py").read_text()
-  assert not [module for _, module in imports(parsed(source)) if module.split(".")[0] in NAMES]
-
-
 @pytest.mark.parametrize(
   ("package", "source", "said"),
   [
