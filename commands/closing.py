@@ -9,6 +9,7 @@ from typing import Any
 from etils import epath
 
 from commands import flags
+from input_pipeline import catalog
 from processes.coordination import current
 from runtime import files
 from training import history
@@ -82,7 +83,11 @@ def next_commands(job: Job, workdir: epath.Path, *, samples: bool) -> None:
   longer = [f"training.steps={steps}", *([] if ended else [restart])]
   run = [str(workdir), *(["--simulate"] if flags.given(flags.SIMULATE) else [])]
   look = ("sample from it", "sample") if samples else ("evaluate it", "evaluate")
-  texts = [(look[0], _main(look[1], *run)), ("train for longer", _main("train", *run, *longer))]
+  chat = ["--chat"] if samples and job.config.data.name == catalog.CONVERSATIONS else []
+  texts = [
+    (look[0], _main(look[1], *run, *chat)),
+    ("train for longer", _main("train", *run, *longer)),
+  ]
   if keys.schedule not in ("constant", "inverse_sqrt"):
     how = f"stays at {ended:.3g}; with {restart} it" if ended else "has ended at 0, and so"
     texts.append(("", f"(the learning rate {how} warms up again and decays)"))

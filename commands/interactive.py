@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from commands import build as building
 from commands import run_report
 from commands import train as verb
-from inference.request import Request
+from inference.request import TEMPERATURE, TOP_K, Request, first_words, text_spec
 from inference.sampler import Sampler
 from partitioning.mesh_sizes import product_text, resolve_sizes
 from processes.coordination import current
@@ -148,7 +148,8 @@ def train(job: Job, workdir: str | epath.Path, callbacks: Sequence[Callback] = (
         end = loop.End(start.state, stopped=False)
       else:
         named = {f"callback {number}": one for number, one in enumerate(callbacks, 1)}
-        report = run_report.of(start)
+        wanted = first_words(job.config, data.evaluation.source)
+        report = run_report.of(start, wanted)
         try:
           end = loop.train(data, start, watch, started=began, more_callbacks=named, observer=report)
         except Exception as error:
@@ -166,11 +167,13 @@ def sample(job: Job, state: State, prompts: Sequence[str | bytes], **settings: A
     job: of `build`.
     state: as `train` returns it.
     prompts: texts.
-    **settings: fields of `inference.request.Request`, such as max_new_tokens and temperature.
+    **settings: fields of `inference.request.Request`, such as max_new_tokens; temperature and top_k
+      are those of `sample` by default.
 
   Raises:
     ValueError: the model does not generate tokens, or a prompt is too long.
   """
-  request = Request(tuple(prompts), **settings)
+  usual = {"temperature": TEMPERATURE, "top_k": min(TOP_K, text_spec(job.config).drawable)}
+  request = Request(tuple(prompts), **{**usual, **settings})
   drawn = Sampler(job, request)(state.params, request, variables=state.variables)
   return [one.decode(errors="replace") for one in drawn]

@@ -12,7 +12,7 @@ from typing import Any
 from etils import epath
 
 from commands.page_writer import PageWriter
-from inference import request
+from inference.request import Request, as_bytes, text_spec
 from processes import coordination
 from runtime import collectives, files, provenance
 from training import history
@@ -28,15 +28,16 @@ LONGEST_SECONDS = 60.0  # that the end of a run waits for its page
 STOPPED_SECONDS = 10.0  # after a stop, which may be followed by a kill
 
 
-def of(start: Start, *, command: str = "") -> "RunReport":
+def of(start: Start, wanted: Request | None, *, command: str = "") -> "RunReport":
   """Returns the report of a run that begins; without `metrics.report` it does nothing.
 
   Args:
     start: where it starts.
+    wanted: what it samples at each evaluation; None for nothing.
     command: the command line; "" of a notebook.
   """
   on = start.job.config.metrics.report
-  report = RunReport(start.job, start.workdir, start.owner.require, on=on)
+  report = RunReport(start.job, start.workdir, start.owner.require, wanted, on=on)
   report.begin(start.step, command)
   return report
 
@@ -50,20 +51,29 @@ class RunReport(Observer):
     sampler: compiled for `evaluation.sample_tokens`; None before the first sample.
   """
 
-  def __init__(self, job: Job, workdir: epath.Path, require: Callable[[], None], *, on: bool):
+  def __init__(
+    self,
+    job: Job,
+    workdir: epath.Path,
+    require: Callable[[], None],
+    wanted: Request | None,
+    *,
+    on: bool,
+  ):
     """Writes nothing yet.
 
     Args:
       job: of the run.
       workdir: the run's folder.
       require: raises where the run may write no longer.
+      wanted: what is sampled at each evaluation.
       on: whether it does anything.
     """
     self._job, self._workdir, self._require = job, workdir, require
     self._on, self._writes = on, on and coordination.current().first
     self._history = History(workdir, require)
     self._page = PageWriter(workdir, history.REPORT, require, warn)
-    self._request = request.first_words(job.config) if on else None
+    self._request = wanted if on else None
     self._step = 0
     self.sampler: Any = None
 
@@ -145,8 +155,10 @@ class RunReport(Observer):
     """Records a sample of the newest state that was evaluated: what follows the prompt."""
     if self._writes:
       [prompt] = self._request.prompts
-      text = drawn.decode(errors="replace")
-      self._history.add(history.SAMPLE, self._step, prompt=str(prompt), text=text)
+      shown = as_bytes(text_spec(self._job.config).shown(prompt))
+      texts = {"prompt": shown, "text": drawn}
+      texts = {key: text.decode(errors="replace") for key, text in texts.items()}
+      self._history.add(history.SAMPLE, self._step, **texts)
 
   def end(self, *, stopped: bool = False) -> None:
     """Records the end of this process, writes the page, and waits for it; less long if stopped."""

@@ -17,7 +17,7 @@ from commands import build, flags, help, preflight_facts
 from inference import chat as chats
 from inference import sampler
 from inference.chat import Chat, Continuation, Cut
-from inference.request import Prompt, Request, check, text_spec
+from inference.request import Prompt, Request, TextSpec, check, text_spec
 from inference.sampler import Printer, TrainedModel
 from processes import preemption
 from processes.coordination import current
@@ -46,9 +46,9 @@ def _prepare_prompts(watch: Watchdog) -> Callable[[], int]:
     prompts = flags.content(flags.PROMPT_FILE).splitlines()
   ready, location = build.of_checkpoint()
   asked = not prompts and current().alone and sys.stdin.isatty() and sys.stdout.isatty()
-  request = _request(tuple(prompts or [""]), flags.MAX_NEW_TOKENS.value)
-  # Of texts that are asked for in turn, each takes what is left of its row.
   spec = text_spec(ready.config)
+  request = _request(spec, tuple(prompts or [""]), flags.MAX_NEW_TOKENS.value)
+  # Of texts that are asked for in turn, each takes what is left of its row.
   check(spec, dataclasses.replace(request, max_new_tokens=1) if asked else request)
   model = _restored(ready, location, request.prompts)
   if unseen := spec.unseen(request.prompts):
@@ -72,9 +72,9 @@ def _prepare_chat(watch: Watchdog) -> Callable[[], int]:
   _exclusive(flags.SYSTEM, flags.SYSTEM_FILE)
   system = _text(flags.SYSTEM_FILE) if flags.SYSTEM_FILE.value else flags.SYSTEM.value or ""
   ready, location = build.of_checkpoint()
-  limit = flags.MAX_NEW_TOKENS
-  settings = _request((), limit.value if flags.given(limit) else 0)
-  chats.prepare(text_spec(ready.config), settings, system)
+  limit, spec = flags.MAX_NEW_TOKENS, text_spec(ready.config)
+  settings = _request(spec, (), limit.value if flags.given(limit) else 0)
+  chats.prepare(spec, settings, system)
   if not turns and not current().alone:
     raise ValueError(
       f"--chat reads a terminal, and this run has {current().count} processes; give --prompt "
@@ -112,13 +112,14 @@ def _text(flag: Any) -> str:
     raise ValueError(f"--{flag.name}={flag.value} is not valid UTF-8 ({error})") from error
 
 
-def _request(prompts: tuple[Prompt, ...], max_new_tokens: int) -> Request:
-  """Returns what the flags ask for."""
+def _request(spec: TextSpec, prompts: tuple[Prompt, ...], max_new_tokens: int) -> Request:
+  """Returns what the flags ask for; the default of --top_k is at most the tokens there are."""
+  top_k = flags.TOP_K.value
   return Request(
     prompts,
     max_new_tokens=max_new_tokens,
     temperature=flags.TEMPERATURE.value,
-    top_k=flags.TOP_K.value,
+    top_k=top_k if flags.given(flags.TOP_K) else min(top_k, spec.drawable),
     top_p=flags.TOP_P.value,
     seed=flags.SEED.value,
     stop=tuple(flags.STOP.value),

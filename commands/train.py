@@ -67,7 +67,8 @@ def open_run(
   """
   sinks.require_packages(ready.config.metrics)
   data = splits.open_data(ready)
-  request.first_words(ready.config)  # after the data's vocabulary, whose refusal says more
+  # After the vocabulary of the data, whose refusal says more.
+  request.first_words(ready.config, data.evaluation.source)
   base_parameters.ParameterReader(ready).check_model_folder(workdir)
   checkpoints = restore.RunCheckpoints(ready, workdir)
   keys, room = ready.config.processes, checkpoints.require_room
@@ -102,7 +103,8 @@ def _run(data: splits.Data, start: restore.Start, watch: Watchdog) -> int:
       "raise training.steps; to score the model, run `evaluate`"
     )
     return exit_codes.DONE
-  report = run_report.of(start, command=flags.command_line())
+  wanted = request.first_words(ready.config, data.evaluation.source)
+  report = run_report.of(start, wanted, command=flags.command_line())
   try:
     end = loop.train(data, start, watch, started=goodput.process_started(), observer=report)
   except (TrainingStoppedError, SaveError, CallbackError) as error:
@@ -119,7 +121,6 @@ def _run(data: splits.Data, start: restore.Start, watch: Watchdog) -> int:
     say("stopped as requested, after saving; run the same command again to resume")
     report.end(stopped=True)
     return exit_codes.STOPPED
-  wanted = request.first_words(ready.config)
   if wanted:
     from inference import sampler  # of runs that end with a sample alone
 

@@ -15,14 +15,13 @@ import numpy as np
 
 from inference.request import Request, TextSpec, as_bytes, check
 from inference.sampler import Pace, Row, Sampler, TrainedModel
-from input_pipeline.text import chat_template, tokenizer, tokenizer_files
+from input_pipeline.text import chat_template
 from input_pipeline.text.conversations import ASSISTANT, Conversation
 
 Message = dict[str, Any]
 Cut = Callable[[], bool]
 
 PIECE = 64  # tokens of a prompt that are read at a time
-_PROBE = "Yes"  # what the assistant says in the conversation that shows how its turns end
 _SHARE = 4  # by default, a quarter of a row is kept for the reply
 
 
@@ -202,44 +201,6 @@ class Continuation:
 # ------------------------------ conversations ------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Ends:
-  """What ends the assistant's turn."""
-
-  tokens: frozenset[int]
-  texts: tuple[str, ...]
-
-
-def ends(template: chat_template.ChatTemplate, encoder: tokenizer.Tokenizer) -> Ends:
-  """Returns what ends the assistant's turn.
-
-  Raises:
-    ValueError: the template cannot render a question and its answer.
-  """
-  tokens = {encoder.end, *_of_generation(encoder)}
-  asked = [{"role": "user", "content": "?"}]
-  answered = Conversation([*asked, {"role": ASSISTANT, "content": _PROBE}])
-  text = template.render(answered)
-  behind = text.rindex(_PROBE) + len(_PROBE) if _PROBE in text else len(text)
-  ids, offsets = encoder.encode_template(text)
-  special = set(encoder.special.values())
-  later = [i for i, start in zip(ids.tolist(), offsets[:, 0], strict=True) if start >= behind]
-  first = later[0] if later else None
-  if first in special:
-    return Ends(frozenset({*tokens, first}), ())
-  rest = text[behind:].strip() or text[behind:]
-  return Ends(frozenset(tokens), (rest,) if rest else ())
-
-
-def _of_generation(encoder: tokenizer.Tokenizer) -> Sequence[int]:
-  """Returns the tokens that end a text by the generation_config.json beside a tokenizer."""
-  if (path := encoder.files.get(tokenizer_files.GENERATION_FILE)) is None:
-    return ()
-  found = tokenizer_files.read_object(path).get("eos_token_id")
-  found = found if isinstance(found, list) else [found]
-  return [id_ for id_ in found if type(id_) is int and 0 <= id_ < encoder.size]
-
-
 class Chat:
   """A conversation with a model.
 
@@ -319,7 +280,7 @@ class Chat:
 
 def prepare(
   spec: TextSpec, settings: Request, system: str = ""
-) -> tuple[chat_template.ChatTemplate, Ends]:
+) -> tuple[chat_template.ChatTemplate, chat_template.TurnEnds]:
   """Returns a model's chat template, and what ends the assistant's turn.
 
   Args:
@@ -340,7 +301,7 @@ def prepare(
   except ValueError as error:
     raise ValueError(f"--chat: {error}") from error
   template.render(Conversation([*_system(system), {"role": "user", "content": "?"}]), prompt=True)
-  return template, ends(template, spec.tokenizer)
+  return template, chat_template.turn_ends(template, spec.tokenizer)
 
 
 def _system(text: str) -> list[Message]:

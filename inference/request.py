@@ -8,13 +8,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from ml_collections import ConfigDict
 
+from input_pipeline.source import Source, UnreadableError
 from input_pipeline.text import tokenizer
 from models import MODELS, Generator
 from training.tasks import TASKS
 
-# What the end of a training run continues, by data.name; a new document where none is given.
+# What a training run continues, by data.name; of other data the beginning of a row.
 OPENINGS = {"python_source": "def "}
-
+WORDS, ROWS = 6, 16  # of that beginning, if it is no conversation; rows that are tried
+# Where a person looks: the likelier tokens, which say more about a model than rare ones do.
+TEMPERATURE, TOP_K = 0.8, 50
 
 Prompt = str | bytes | tuple[int, ...]
 
@@ -43,6 +46,13 @@ class TextSpec:
   def drawable(self) -> int:
     """Returns how many token ids may be drawn: those that stand for something."""
     return min(self.vocabulary_size, self.tokenizer.size)
+
+  def shown(self, prompt: Prompt) -> str | bytes:
+    """Returns a prompt as it is shown: of token ids, with the names of special tokens."""
+    if not isinstance(prompt, tuple):
+      return prompt
+    special = {id_: name.encode() for name, id_ in self.tokenizer.special.items()}
+    return b"".join(special.get(id_) or self.tokenizer.token_bytes(id_) for id_ in prompt)
 
   def encoded(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
     """Returns each prompt's tokens, at least one: an empty prompt begins a document.
@@ -189,8 +199,12 @@ def _prompts(spec: TextSpec, request: Request) -> Iterator[str]:
       )
 
 
-def first_words(config: ConfigDict) -> Request | None:
-  """Returns what a run ends with: a short continuation, or None where there is no text to draw.
+def first_words(config: ConfigDict, source: Source) -> Request | None:
+  """Returns what a run samples: a short continuation, or None where there is no text to draw.
+
+  Args:
+    config: of the run.
+    source: the rows of its evaluation split.
 
   Raises:
     ValueError: the run could not draw what `evaluation.sample_tokens` asks for.
@@ -199,14 +213,59 @@ def first_words(config: ConfigDict) -> Request | None:
   if not TASKS[config.task].of_tokens or asked < 1:
     return None
   try:
-    spec, opening = text_spec(config), OPENINGS.get(config.data.name, "")
-    if spec.tokenizer.name != tokenizer.BYTES:
-      opening = opening.rstrip()  # the space begins the next token: a text rarely goes on after one
-    room = spec.sequence_length - len(spec.encoded([opening])[0])
-    request = Request((opening,), max_new_tokens=min(asked, room), temperature=0.8)
-    if request.max_new_tokens < 1:
+    spec = text_spec(config)
+    prompt = OPENINGS.get(config.data.name) or _beginning(spec, source)
+    if isinstance(prompt, str) and spec.tokenizer.name != tokenizer.BYTES:
+      prompt = prompt.rstrip()  # the space begins the next token: a text rarely goes on after one
+    room = spec.sequence_length - len(spec.encoded([prompt])[0])
+    if room < 1:
       return None
+    request = Request(
+      (prompt,),
+      max_new_tokens=min(asked, room),
+      temperature=TEMPERATURE,
+      top_k=min(TOP_K, spec.drawable),
+      **(_turn_ends(spec) if isinstance(prompt, tuple) else {}),
+    )
     check(spec, request)
   except ValueError as error:
     raise ValueError(f"evaluation.sample_tokens={asked} (0 turns it off): {error}") from error
   return request
+
+
+def _beginning(spec: TextSpec, source: Source) -> Prompt:
+  """Returns the beginning of the first row that leaves half of it to be drawn; "" of none.
+
+  That is of a conversation all before the first token that is trained on, and of other texts the
+  first words.
+  """
+  side = "" if "tokens" in source.fields else "chosen_"  # of a pair
+  if f"{side}tokens" not in source.fields:
+    return ""
+  try:
+    rows = source.read(np.arange(min(len(source), ROWS)))
+  except UnreadableError:
+    return ""
+  for tokens_T, weights_T in zip(rows[f"{side}tokens"], rows[f"{side}weights"], strict=True):
+    trained = np.flatnonzero(weights_T)
+    if len(trained) and trained[0] == 0:
+      ids = [
+        id_ for id_ in tokens_T.tolist() if id_ not in (spec.tokenizer.start, spec.tokenizer.end)
+      ]
+      text = spec.tokenizer.decode(ids[: spec.sequence_length // 2]).decode(errors="ignore")
+      return " ".join(text.strip().partition("\n")[0].split(" ")[:WORDS])
+    if len(trained) and trained[0] < spec.sequence_length // 2:
+      return tuple(tokens_T[: trained[0] + 1].tolist())
+  return ""
+
+
+def _turn_ends(spec: TextSpec) -> dict[str, tuple]:
+  """Returns what ends the assistant's turn, as fields of a request; {} without a template."""
+  from input_pipeline.text import chat_template  # of conversations alone
+
+  try:
+    template = chat_template.load(spec.chat_template, spec.tokenizer)
+    found = chat_template.turn_ends(template, spec.tokenizer)
+  except ValueError:
+    return {}
+  return {"stop_tokens": tuple(found.tokens), "stop": found.texts}

@@ -480,7 +480,7 @@ def show(
   sampler = sampler or Sampler(model.job, request)
   if not current().first:  # all compute, process 0 prints
     return sampler(model.params, request, variables=model.variables)
-  printer = Printer(request.prompts)
+  printer = Printer([*map(model.spec.shown, request.prompts)])
   drawn = sampler(model.params, request, printer, model.variables)
   printer.close()
   if pace:

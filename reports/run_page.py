@@ -21,12 +21,12 @@ from training.metrics import log_lines
 # What follows the charts, in this order: functions that return a section of the page, or None where
 # a run has nothing for it. The macro of a section is in templates/run_sections.html.j2.
 SECTIONS: tuple[Callable[[Run], Section | None], ...] = (
+  run_sections.samples,
   run_sections.goodput,
   run_sections.step_time,
   run_sections.memory,
   run_sections.layout,
   run_sections.pipeline,
-  run_sections.samples,
   run_sections.starts,
   run_sections.checkpoints,
   run_sections.bad_steps,

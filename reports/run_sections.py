@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from input_pipeline import catalog
 from partitioning.parallel.pipeline_schedule import Schedule
 from reports import html, pipeline_picture, run_charts, units
 from reports.run_files import Run, number
@@ -291,7 +292,8 @@ def version_differences(runs: Sequence[Run]) -> list[list[str]]:
 def commands_of_run(run: Run) -> list[tuple[str, str]]:
   """Returns (what it does, command) of what a run's page offers; the folder stands for the run."""
   resume = ("resume", "train {}") if run.done < run.total else _longer(run)
-  sample = [("sample", "sample {}")] if run.unit == "tokens" else []
+  chat = " --chat" * (run.config.get("data.name") == catalog.CONVERSATIONS)
+  sample = [("sample", f"sample {{}}{chat}")] if run.unit == "tokens" else []
   offered = [resume, ("evaluate", "evaluate {}"), *sample]
   offered += [("this page", "report {}"), ("compare", "report {} OTHER_RUN")]
   folder = shlex.quote(run.folder)

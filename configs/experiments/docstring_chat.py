@@ -45,7 +45,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
   config = base.get_config(f"model=lm,data={data}", mesh=dict(data=4, tensor=2))
   files = "modules.jsonl" if stage == "base" else "chats.jsonl"
   config.data.update(files=f"{FOLDER}/{files}", data_dir=f"{FOLDER}/data")
-  config.evaluation.update(final_steps=0, sample_tokens=0)
+  config.evaluation.final_steps = 0
   config.model.separate_documents = True
   config.training.steps = 300
   if stage != "base":

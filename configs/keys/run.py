@@ -130,7 +130,8 @@ EVALUATION: Rows = {
   ),
   "sample_tokens": Key(
     0,
-    "Tokens sampled at the end of training, and with metrics.report at each evaluation; 0: off",
+    "Tokens sampled at the end of training, and with metrics.report at each evaluation; 0: off. "
+    "With data=conversations or preferences 120",
     unit="tokens",
     least=0,
     readers=("text", "tokens"),

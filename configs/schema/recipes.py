@@ -35,6 +35,8 @@ def base(argument: str) -> ConfigDict:
     config.data.name = data
   if data == catalog.PREFERENCES:
     config.task = DPO
+  if data in catalog.RENDERED:
+    config.evaluation.sample_tokens = lm().evaluation.sample_tokens
   return config
 
 

@@ -393,3 +393,46 @@ def _special(encoder: tokenizer.Tokenizer) -> dict[str, Any]:
       if isinstance(more := config.get(_MORE_SPECIAL), list):
         found[_MORE_SPECIAL] = [*filter(None, map(tokenizer_files.token_name, more))]
   return {name: token for name, token in found.items() if token}
+
+
+# ------------------------------ the end of a turn ------------------------------
+
+_PROBE = "Yes"  # what the assistant says in the conversation that shows how its turns end
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnEnds:
+  """What ends the assistant's turn."""
+
+  tokens: frozenset[int]
+  texts: tuple[str, ...]
+
+
+def turn_ends(template: ChatTemplate, encoder: tokenizer.Tokenizer) -> TurnEnds:
+  """Returns what ends the assistant's turn.
+
+  Raises:
+    ValueError: the template cannot render a question and its answer.
+  """
+  tokens = {encoder.end, *_ends_of_generation(encoder)}
+  asked = [{"role": "user", "content": "?"}]
+  answered = Conversation([*asked, {"role": ASSISTANT, "content": _PROBE}])
+  text = template.render(answered)
+  behind = text.rindex(_PROBE) + len(_PROBE) if _PROBE in text else len(text)
+  ids, offsets = encoder.encode_template(text)
+  special = set(encoder.special.values())
+  later = [i for i, start in zip(ids.tolist(), offsets[:, 0], strict=True) if start >= behind]
+  first = later[0] if later else None
+  if first in special:
+    return TurnEnds(frozenset({*tokens, first}), ())
+  rest = text[behind:].strip() or text[behind:]
+  return TurnEnds(frozenset(tokens), (rest,) if rest else ())
+
+
+def _ends_of_generation(encoder: tokenizer.Tokenizer) -> Sequence[int]:
+  """Returns the tokens that end a text by the generation_config.json beside a tokenizer."""
+  if (path := encoder.files.get(tokenizer_files.GENERATION_FILE)) is None:
+    return ()
+  found = tokenizer_files.read_object(path).get("eos_token_id")
+  found = found if isinstance(found, list) else [found]
+  return [id_ for id_ in found if type(id_) is int and 0 <= id_ < encoder.size]

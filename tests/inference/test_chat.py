@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from inference import chat as chats
-from inference.chat import Chat, Continuation, Held, ends
+from inference.chat import Chat, Continuation, Held
 from inference.request import Request, text_spec
 from inference.sampler import Sampler, TrainedModel
 from input_pipeline.text import chat_template, tokenizer
@@ -92,7 +92,7 @@ def test_replies_are_those_of_the_rendered_text_without_a_cache(made, continued,
   assert cut == whole[:3] == chat.messages[-1]["content"]
   chat.messages.clear()
   written.clear()
-  chat.ends = chats.Ends(frozenset(), (whole[2:4],))
+  chat.ends = chat_template.TurnEnds(frozenset(), (whole[2:4],))
   assert chat.reply("12", written.append) == whole[:2] == "".join(written)
 
 
@@ -125,7 +125,7 @@ def test_the_token_behind_a_turn_and_those_of_the_generation_config_end_it(tmp_p
   encoder = of_words(tmp_path, {"chat_template": text}, {"eos_token_id": [96, 10**6]})
   special = encoder.special
   assert special["<turn>"] != special["<eos>"] == encoder.end
-  found = ends(chat_template.load("", encoder), encoder)
+  found = chat_template.turn_ends(chat_template.load("", encoder), encoder)
   assert found.texts == ()
   assert found.tokens == {special["<turn>"], special["<eos>"], special["<call>"]}
 
@@ -136,7 +136,9 @@ def test_the_token_behind_a_turn_and_those_of_the_generation_config_end_it(tmp_p
 def test_a_text_behind_a_turn_ends_it(behind, texts):
   source = "{% for m in messages %}{{ m.content ~ " + repr(behind) + " }}{% endfor %}"
   template = chat_template.ChatTemplate("t", {"default": source}, {})
-  assert ends(template, ByteTokenizer()) == chats.Ends(frozenset({0}), texts)
+  assert chat_template.turn_ends(template, ByteTokenizer()) == chat_template.TurnEnds(
+    frozenset({0}), texts
+  )
 
 
 def test_what_may_begin_an_end_is_held_back():

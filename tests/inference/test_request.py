@@ -1,10 +1,14 @@
 """Prompts as tokens, and what of a request is refused."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from commands import flags
 from inference import request as requests
 from inference.request import Request, check, first_words, text_spec
+from input_pipeline.row_source import array_source
 from input_pipeline.text.tokenizer import ByteTokenizer
 from tests.helpers.jobs import make_job
 
@@ -25,6 +29,7 @@ def config_of(monkeypatch, tokenizer=None, **data):
   """Returns a config whose data is read with a tokenizer."""
   config = make_job("single", "lm").config.copy_and_resolve_references()
   config.model.vocabulary_size = 256
+  config.data.sequence_length = 80
   with config.unlocked():
     config.data.update(data)
   if tokenizer is not None:
@@ -61,15 +66,54 @@ def test_only_tokens_that_stand_for_something_are_drawn(monkeypatch):
   assert text_spec(config_of(monkeypatch, Upper(has_bos=False))).drawable == 128
 
 
-def test_a_run_on_other_text_ends_with_a_document_from_its_beginning(monkeypatch):
+def rows_of(length, *rows):
+  """Returns a source of rows of (tokens, which of them are trained on), filled up with zeros."""
+  shape = (len(rows), length)
+  arrays = {"tokens": np.zeros(shape, np.int32), "weights": np.zeros(shape, np.float32)}
+  for place, (ids, weights) in enumerate(rows):
+    arrays["tokens"][place, : len(ids)] = ids
+    arrays["weights"][place, : len(weights)] = weights
+  return array_source("rows", arrays)
+
+
+def test_a_run_samples_behind_the_first_words_of_its_evaluation_split(monkeypatch):
   config = config_of(monkeypatch, Upper(has_bos=True), name="text", packing="best_fit")
   config.evaluation.sample_tokens = 100
-  wanted = first_words(config)
-  assert wanted.prompts == ("",)
-  assert wanted.max_new_tokens == config.data.sequence_length - 1
+  ids = [2, *b"\nFIRST CITIZEN:\nBEFORE WE PROCEED"]
+  source = rows_of(config.data.sequence_length, (ids, [1] * len(ids)))
+  wanted = first_words(config, source)
+  assert wanted.prompts == ("FIRST CITIZEN:",)
+  assert wanted.max_new_tokens == config.data.sequence_length - 15  # and the start
+  assert (wanted.temperature, wanted.top_k, wanted.stop_tokens) == (0.8, 50, ())
+  assert (flags.TEMPERATURE.default, flags.TOP_K.default) == (0.8, 50)
+  long = [*b"ONE TWO THREE FOUR FIVE SIX SEVEN"]
+  source = rows_of(config.data.sequence_length, (long, [1] * 9))
+  assert first_words(config, source).prompts == ("ONE TWO THREE FOUR FIVE SIX",)
+  assert first_words(config, rows_of(8, ([], []))).prompts == ("",)  # a document's beginning
   config.data.name = "python_source"
-  assert first_words(config).prompts == ("def",)  # a space is the beginning of the next token
+  assert first_words(config, source).prompts == ("def",)  # a space begins the next token
   monkeypatch.undo()
   config = config_of(monkeypatch, name="python_source")
   config.evaluation.sample_tokens = 100
-  assert first_words(config).prompts == ("def ",)
+  assert first_words(config, source).prompts == ("def ",)
+
+
+def test_a_run_on_conversations_samples_the_first_reply(monkeypatch):
+  config = config_of(monkeypatch, Upper(has_bos=False), name="conversations", packing="best_fit")
+  config.evaluation.sample_tokens = 5
+  length = config.data.sequence_length
+  long = ([9] * length, [0] * (length - 1) + [1])  # leaves no room for a reply
+  asked = [2, 65, 66, 67]  # the target at 67 is the first token of the reply
+  wanted = first_words(config, rows_of(length, long, ([*asked, 68, 69], [0, 0, 0, 1, 1])))
+  assert wanted.prompts == (tuple(asked),)
+  pairs = rows_of(length, (asked, [0, 0, 1]))
+  fields = {f"chosen_{key}": value for key, value in pairs.fields.items()}
+  read = pairs.read
+  pairs = dataclasses.replace(
+    pairs, fields=fields, read=lambda ids: {f"chosen_{k}": v for k, v in read(ids).items()}
+  )
+  assert first_words(config, pairs).prompts == ((2, 65, 66),)
+  spec = text_spec(config)
+  monkeypatch.setattr(Upper, "special", {"<s>": 2})
+  assert spec.shown(wanted.prompts[0]) == b"<s>ABC"
+  assert spec.shown("as it is") == "as it is"

@@ -153,13 +153,13 @@ def test_what_a_run_could_not_sample_at_its_end_is_refused_before_it_starts(monk
   job = make_job("single", "lm", **{"evaluation.sample_tokens": 5})
   off = r"(?s)evaluation\.sample_tokens=5 \(0 turns it off\): .*"
   with pytest.raises(ValueError, match=f"{off}has byte 100"):
-    requests.first_words(job.config)  # the vocabulary is smaller than "def "
+    requests.first_words(job.config, None)  # the vocabulary is smaller than "def "
   job.config.evaluation.sample_tokens = 0
-  requests.first_words(job.config)
+  requests.first_words(job.config, None)
   job.config.evaluation.sample_tokens = 5
   monkeypatch.setitem(MODELS, "transformer", types.SimpleNamespace())
   with pytest.raises(ValueError, match=f"{off}has no next token to draw"):
-    requests.first_words(job.config)
+    requests.first_words(job.config, None)
 
 
 class Biased(transformer.Transformer):

@@ -11,7 +11,7 @@ import pytest
 from etils import epath
 
 from inference import task_evaluation
-from input_pipeline.text import tokenizer, tokenizer_files
+from input_pipeline.text import chat_template, tokenizer, tokenizer_files
 from input_pipeline.text.chat_template import ChatTemplate
 from input_pipeline.text.chat_template import load as load_template
 from input_pipeline.text.conversations import Conversation
@@ -267,12 +267,11 @@ def test_files_beside_a_tokenizer(name, tmp_path):
   (tmp_path / tokenizer_files.TOKENIZER_FILE).write_text(text)
   for other, content in COMPANIONS.items():
     (tmp_path / other).write_text(json.dumps(content))
-  from inference import chat
 
   def read(text):
     (tmp_path / name).write_text(text)
     found = use(tmp_path)
-    chat._of_generation(found)
+    chat_template._ends_of_generation(found)
     template = load_template("", found)
     template.render(Conversation([{"role": "user", "content": "a"}]))
 
