@@ -132,7 +132,7 @@ _OF_EXPERTS = KEYS[KEYS.index("experts") : KEYS.index("up_offset") + 1]
 SHAPES = (
   *("layers", "model_size", "feedforward_size", "heads", "kv_heads", "head_size"),
   *("vocabulary_size", "positions", "max_positions", "norm", "pre_norms", "post_norms", "biases"),
-  *("query_key_norm", "query_key_norm_across_heads", "attention_sinks", "gated"),
+  *("query_key_norm", "query_key_norm_across_heads", "attention_sinks", "mlp", "gated"),
   "tied_embeddings",
   *("attention", "latent_size", "query_latent_size", "value_head_size"),
   *("experts", "expert_feedforward_size", "shared_feedforward_size", "dense_layers"),

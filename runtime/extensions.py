@@ -231,7 +231,7 @@ def _is_ours(name: str) -> bool:
 
 
 def changes_imported(text: bytes) -> bool:
-  """Returns whether a source changes something that it imports: `models.layer_stack.MLP = MyMLP`.
+  """Returns whether a source changes what it imports: `layers.MLPS["feedforward"] = MyMLP`.
 
   That is an assignment to a part of it; or, where it does more than define, a call for its effect,
   such as `jax.config.update(...)` or `setattr(block, ...)`. To register is no change.

@@ -202,7 +202,11 @@ DECODER: Rows = {
     choices=("feedforward",),
     registry="mlp",
   ),
-  "gated": Key(True, "MLP: down(f(gate(x)) * up(x)); else down(f(up(x)))"),
+  "gated": Key(
+    True,
+    "MLP: down(f(gate(x)) * up(x)); else down(f(up(x)))",
+    needs="model.mlp=feedforward",
+  ),
   "experts": Key(
     0,
     "Mixture of experts: routed experts of a sparse layer, in place of its MLP; 0: all are dense",

@@ -35,15 +35,24 @@ def get_config(recipe="pairs"):
     config.optimizer[key] = other.optimizer[key]
   return config
 """,
-  "a size, zero1, an optimizer of optax, data, callback and sink": """
+  "a size, parts, zero1, an optimizer of optax, data, callback and sink": """
+import bilinear
+import gated_attention  # noqa: F401 (registers)
 import helper  # noqa: F401 (beside it)
+import parts
 import small_llama  # noqa: F401 (registers)
 import together
+import top_1  # noqa: F401 (registers)
 import zero1
 
 
 def get_config(recipe="small_llama"):
-  config, other = zero1.get_config(recipe), together.get_config(recipe)
+  config, other = bilinear.get_config(recipe), together.get_config(recipe)
+  config.partitioning.optimizer.model = zero1.get_config(recipe).partitioning.optimizer.model
+  for key in ("norm", "activation", "positions"):
+    config.model[key] = parts.get_config(recipe).model[key]
+  config.model.attention = "gated"
+  config.training.metrics = config.evaluation.metrics = ("top_1",)
   config.data.name = other.data.name
   config.training.callbacks, config.metrics.sinks = other.training.callbacks, other.metrics.sinks
   config.optimizer.name = "lion"
