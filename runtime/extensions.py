@@ -266,11 +266,17 @@ def _calls_at_start(tree: ast.AST) -> Iterator[ast.Call]:
       yield from _calls_at_start(node)
 
 
+# Methods of dicts and lists that change these.
+_CHANGING = ("update", "setdefault", "pop", "clear", "append", "extend", "insert", "remove")
+
+
 def _has_effect(call: ast.Call, imported: set[str]) -> bool:
   """Returns whether a call may change something that is imported, not what it is given."""
   function, attribute = _root(call.func), getattr(call.func, "attr", "")
   if function in ("print", "logging", "warnings", "sys") or attribute == "register":
     return False
+  if attribute in _CHANGING and function in imported:
+    return True
   given = {_root(one) for one in (*call.args, *(keyword.value for keyword in call.keywords))}
   if given & imported:
     return function in imported or not attribute  # not config.update(SIZES)
@@ -295,6 +301,8 @@ def _parsed(text: bytes) -> ast.AST:
 def _replaced() -> set[str]:
   """Returns the files of a user whose functions stand in place of the project's own."""
   found = set()
+  for table in (table for table in _TABLES if table.numerics):
+    found.update(_file_of(table[name]) for name in table.keys() - table.origins.keys())
   for name, module in list(sys.modules.items()):
     file = getattr(module, "__file__", None) or ""
     if not (file.startswith(f"{ROOT}{os.sep}") and _is_ours(name)):
@@ -303,8 +311,8 @@ def _replaced() -> set[str]:
       parts = [value]
       if isinstance(value, type):
         parts = [*vars(value).values()] if value.__module__ == name else [value]
-      found.update(filter(None, map(_file_of, parts)))
-  return {file for file in found if _is_users(file)}
+      found.update(map(_file_of, parts))
+  return {file for file in found if file and _is_users(file)}
 
 
 def _file_of(value: Any) -> str | None:

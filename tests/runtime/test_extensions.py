@@ -172,6 +172,8 @@ CHANGES = [
   "def get_config(recipe=None):\n  block.MLP = helper.Mine",
   "def get_config(recipe=None):\n  helper.patch()",
   "for name in ('MLP',):\n  setattr(block, name, helper.Mine)",
+  "class Mine: pass\nblock.MLPS.update(feedforward=Mine)",
+  "class Mine: pass\nblock.LIST.append(Mine)",
 ]
 SETS_KEYS = [
   "def get_config(recipe=None):\n  config = helper.get_config(recipe)\n  config.seed = 3\n"
@@ -232,6 +234,9 @@ def test_a_function_that_a_users_file_puts_in_place_of_ours_is_found(tmp_path, m
   (tmp_path / "mine.py").write_text("def f(x):\n  return x\n\n\nclass Mine:\n  pass\n")
   mine = extensions.load(tmp_path / "mine.py")
   assert extensions.files(numerics=True) == []
+  with monkeypatch.context() as patched:
+    patched.setitem(Table("part", {"ours": Table}), "ours", mine.Mine)
+    assert extensions.files(numerics=True) == [tmp_path / "mine.py"]
   for target, name, value in (
     (provenance, "_hex", mine.f),
     (provenance, "_hex", functools.partial(mine.f, 1)),
