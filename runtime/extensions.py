@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from etils.epy.lazy_imports_utils import LazyModule
@@ -302,7 +302,9 @@ def _replaced() -> set[str]:
   """Returns the files of a user whose functions stand in place of the project's own."""
   found = set()
   for table in (table for table in _TABLES if table.numerics):
-    found.update(_file_of(table[name]) for name in table.keys() - table.origins.keys())
+    ours = (table[name] for name in table.keys() - table.origins.keys())
+    # Of a module that is imported later, any attribute would import it.
+    found.update(_file_of(one) for one in ours if isinstance(one, type | FunctionType))
   for name, module in list(sys.modules.items()):
     file = getattr(module, "__file__", None) or ""
     if not (file.startswith(f"{ROOT}{os.sep}") and _is_ours(name)):
