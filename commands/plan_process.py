@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 from etils import epath
@@ -44,6 +44,7 @@ ENVIRONMENT = {
   "TPU_ACCELERATOR_TYPE": "v5p-8",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+PIPED_SECONDS = 15.0  # between two lines about the phase of a worker, where there is no terminal
 REPORT, FILES = "report.txt", ("plan.json", "plan.html")
 
 
@@ -132,12 +133,16 @@ def last_line(folder: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def worked(
-  request: Mapping[str, Any], *, debug: bool = False, label: str = "plan"
+  request: Mapping[str, Any],
+  *,
+  debug: bool = False,
+  label: str = "plan",
+  say: Callable[[str], None] | None = None,
 ) -> Iterator[tuple[pathlib.Path, int]]:
   """Yields the folder of a worker's results and what `work` returns; then the folder is removed."""
   with tempfile.TemporaryDirectory() as name, preemption.undone(lambda: shutil.rmtree(name)):
     folder = pathlib.Path(name)
-    yield folder, work(request, folder, debug=debug, label=label)
+    yield folder, work(request, folder, debug=debug, label=label, say=say)
 
 
 def work(
@@ -146,6 +151,7 @@ def work(
   *,
   debug: bool = False,
   label: str = "plan",
+  say: Callable[[str], None] | None = None,
 ) -> int:
   """Runs a worker; returns 0 if it was done, or 1 if it failed.
 
@@ -158,6 +164,7 @@ def work(
     folder: where it writes its results; what it printed, if it failed, is in `stderr` there.
     debug: shows its output.
     label: what a terminal shows before its phases.
+    say: takes a phase now and then, where standard error is no terminal.
 
   Raises:
     ValueError: it refused.
@@ -185,7 +192,7 @@ def work(
         with contextlib.suppress(BrokenPipeError):  # it has ended already, with a message
           worker.stdin.write(pickle.dumps({**request, **more}))
           worker.stdin.flush()
-        _watch(phases, label, quiet=debug)
+        _watch(phases, label, say, quiet=debug)
         code = worker.wait()
       finally:
         _kill(worker)
@@ -213,18 +220,23 @@ def _kill(worker: subprocess.Popen) -> None:
     worker.wait()
 
 
-def _watch(phases: BinaryIO, label: str, *, quiet: bool) -> None:
+def _watch(phases: BinaryIO, label: str, say: Callable[[str], None] | None, *, quiet: bool) -> None:
   """Shows on a terminal what the worker is doing and since when, until it ends."""
   console, began = Console(stderr=True, highlight=False), time.monotonic()
-  if quiet or not console.is_terminal:
-    while os.read(phases.fileno(), 4096):
-      pass
-    return
-  phase = "starting"
-  with console.status("") as line, preemption.undone(line.stop):  # which shows the cursor again
+  shown = console.is_terminal and not quiet
+  phase, said = "starting", began
+  with contextlib.ExitStack() as stack:
+    if shown:
+      line = stack.enter_context(console.status(""))
+      stack.enter_context(preemption.undone(line.stop))  # which shows the cursor again
     while True:
-      seconds = duration(time.monotonic() - began)
-      line.update(f"{label}: {phase}, {seconds} (Ctrl-C stops it; nothing is lost)")
+      now = time.monotonic()
+      if shown:
+        seconds = duration(now - began)
+        line.update(f"{label}: {phase}, {seconds} (Ctrl-C stops it; nothing is lost)")
+      elif say and not quiet and now - said >= PIPED_SECONDS:
+        said = now
+        say(f"{label}: {phase}, {duration(now - began)}")
       if select.select([phases], [], [], 1.0)[0]:
         text = os.read(phases.fileno(), 4096)
         if not text:

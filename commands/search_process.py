@@ -166,7 +166,7 @@ def _answer(
   """
   given = {"task": task, "config": asked.config, "topology": topology, "simulate": asked.simulate}
   request = {**given, **request}
-  with plan_process.worked(request, debug=asked.debug, label=label) as (folder, code):
+  with plan_process.worked(request, debug=asked.debug, label=label, say=say) as (folder, code):
     if code:
       raise exit_codes.RetryableError(plan_process.last_line(folder))
     return json.loads((folder / "result.json").read_text())

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from partitioning.rules import size_text
+from planning import memory
 from planning.plan import Plan
 from planning.timeline import Bar, Gap, Layer, Timeline
 from reports import pipeline_picture
@@ -244,10 +245,14 @@ def _without(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> Table:
-  table = _table("memory per device", ("part",), ("by formula",))
-  for part, size in plan.memory.items():
+  table = _table("memory per device", ("part",), ("at the peak", "at other times"))
+  at_peak = memory.at_peak(plan.memory)
+  for part, size in at_peak.items():
     table.add_row(part, size_text(size))
-  table.add_row("peak, by formula", size_text(plan.memory_at_once))
+  table.add_row("peak, by formula: the sum", size_text(plan.memory_at_once))
+  for part, size in plan.memory.items():
+    if part not in at_peak:
+      table.add_row(part, "", size_text(size))
   if plan.program:
     table.add_row("peak, by the compiler", size_text(plan.peak_bytes))
   for part, size in plan.host_memory.items():

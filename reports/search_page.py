@@ -47,7 +47,7 @@ def _topology(found: Found, name: str) -> dict[str, Any]:
     "rows": [
       {
         "cells": search_text.cells(found, place, row),
-        "rematerialization": ", ".join([row.estimate.rematerialization, *search_text.others(row)]),
+        "rematerialization": search_text.settings(row),
         "failed": row.failed,
         "overrides": search_space.text(row.estimate.setting),
       }

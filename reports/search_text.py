@@ -1,6 +1,6 @@
 """The result of a search as text: for each topology a table, and overrides to copy."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 
@@ -18,6 +18,8 @@ SOURCES = {
   RUN: "memory by the compiler, time measured in short runs: the fastest step of each",
 }
 REASONS = 3  # for refusals that are listed
+MOST_ROWS = 5  # of the table, and the config as given
+ALIKE = 0.01  # settings whose steps differ by less are one row
 
 
 def text(found: Sequence[Found], command: str) -> str:
@@ -38,15 +40,35 @@ def _of_topology(found: Found) -> Iterator[str]:
   yield verdict(found)
   yield SOURCES[found.source]
   yield from nearest(found)
-  rows = found.rows
+  rows = listed(found)
   if not rows:
     return
-  yield plain(_table(found))
-  if any(row.front for row in rows):
+  yield plain(_table(found, rows))
+  if any(row.front for row in rows.values()):
     yield "* no other setting takes less memory and less time (the Pareto front)"
+  if left := len(found.rows) - len(rows):
+    yield f"{left} more on the page, within {ALIKE:.0%} of one of these, or slower"
   yield "overrides, by number:"
-  for place, row in enumerate(rows, start=1):
+  for place, row in rows.items():
     yield f"  {place}: {overrides(row)}"
+
+
+def listed(found: Found) -> dict[int, Row]:
+  """Returns the settings of the table by their places on the page, which has all of them.
+
+  One that saves neither 1 % of the time nor of the memory of a row is left out.
+  """
+  rows: dict[int, Row] = {}
+  for place, row in enumerate(found.rows, start=1):
+    alike = row.seconds is not None and any(
+      row.seconds_per_token <= (1 + ALIKE) * one.seconds_per_token
+      and row.bytes >= (1 - ALIKE) * one.bytes
+      for one in rows.values()
+      if one.seconds is not None
+    )
+    if row.given or (not alike and len(rows) < MOST_ROWS):
+      rows[place] = row
+  return rows
 
 
 def heading(found: Found) -> str:
@@ -100,6 +122,12 @@ def others(row: Row) -> list[str]:
   return [f"{k}={v}" for k, v in pairs if k not in known and not k.startswith("mesh.")]
 
 
+def settings(row: Row, *, short: bool = False) -> str:
+  """Returns what a setting has besides mesh and microbatches; `short`: keys without sections."""
+  others_of = [one.partition(".")[2] if short else one for one in others(row)]
+  return ", ".join([row.estimate.rematerialization, *others_of])
+
+
 def numbers(found: Found, row: Row) -> str:
   """Returns time, speed and memory of a setting that fits."""
   texts = [
@@ -140,12 +168,16 @@ def step_text(seconds: float) -> str:
   return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else duration(seconds)
 
 
-def _table(found: Found) -> Table:
-  table = plain_table()
-  for place, title in enumerate(columns(found)):
-    table.add_column(title, justify="left" if place == 1 else "right")
-  for place, row in enumerate(found.rows, start=1):
-    table.add_row(*cells(found, place, row))
+def _table(found: Found, rows: Mapping[int, Row]) -> Table:
+  """Returns the table, without the column of microbatches where there is one in all rows."""
+  table, single = plain_table(), all(row.estimate.microbatches == 1 for row in rows.values())
+  left_out = columns(found).index("microbatches") if single else -1
+  for place, title in enumerate([*columns(found), "rematerialization, others"]):
+    if place != left_out:
+      table.add_column(title, justify="left" if place in (1, len(columns(found))) else "right")
+  for place, row in rows.items():
+    texts = [*cells(found, place, row), settings(row, short=True)]
+    table.add_row(*(text for number, text in enumerate(texts) if number != left_out))
   return table
 
 

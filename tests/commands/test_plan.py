@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 
 import pytest
 
@@ -41,6 +42,9 @@ def test_a_machine_of_gpus_is_planned_by_formulas(main, tmp_path):
   assert found.keys() >= KEYS
   assert found["compiled"] is False
   assert found["peak_bytes_per_device"] == found["memory_at_once"] < sum(found["memory"].values())
+  table = out.partition("memory per device")[2].partition("peak, by formula: the sum")[0]
+  parts = [re.split(r"  +", line.strip())[0] for line in table.splitlines()[2:] if line.strip()]
+  assert sum(found["memory"][part] for part in parts) == found["memory_at_once"]
   low, expected, high = (found["step_seconds"][key] for key in ("low", "expected", "high"))
   assert 0 < low < expected < high
   assert found["mfu_causal"] < found["mfu"] < 1

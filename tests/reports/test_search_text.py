@@ -58,6 +58,23 @@ def test_the_verdict_names_the_fastest_next_to_the_config_as_given():
   )
 
 
+def test_the_table_shows_what_differs_and_one_row_of_those_that_are_alike():
+  same = [estimate(1.0 + n / 200, 40 + n, **{"training.loss_chunks": 2**n}) for n in range(4)]
+  smaller = [estimate(1.1 + n / 10, 30 - n, tables=f"full,x{n}=save") for n in range(6)]
+  given = estimate(2.0, 5, **{"training.loss_chunks": 64})
+  found = Found(**{**VALUES, "estimates": [*same, *smaller, given], "given": given.key})
+  assert len(found.rows) == 11
+  # 1.005 s of 1.0 s are alike, 1.015 s are not; of the rest the fastest, and the config as given.
+  assert list(search_text.listed(found)) == [1, 4, 5, 6, 7, 11]
+  lines = search_text.text([found], "python main.py").splitlines()
+  [titles] = [line for line in lines if "rematerialization, others" in line]
+  assert "microbatches" not in titles  # one in all rows
+  rows = [line.split() for line in lines if re.match(r" +\d+\*? +fsdp", line)]
+  assert [row[-1] for row in rows[:3]] == ["loss_chunks=1", "loss_chunks=8", "full,x0=save"]
+  assert "5 more on the page, within 1% of one of these, or slower" in lines
+  assert sum(line.startswith("  11: --config.") for line in lines) == 1
+
+
 def test_nothing_fits():
   said = search_text.text([NOTHING], "python main.py")
   assert "nothing fits: the setting with the least memory needs 6.0 GiB per device" in said
