@@ -9,12 +9,15 @@ import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
-from checks import equality, page, report
+from checks import budget, equality, leaks, page, replication, report
 from checks.case import Case
 from checks.program import given, load, parse_sizes
 
 CHECKS: dict[str, Callable[[Sequence[Case]], list[report.Outcome]]] = {
+  "replication": replication.check,
   "equality": equality.check,
+  "budget": budget.check,
+  "leaks": leaks.check,
 }
 
 

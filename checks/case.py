@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from checks.program import Description, Program, text_of
@@ -98,7 +99,8 @@ class Case:
       outputs = (self.shardings[0], None)
       step = jax.jit(step, in_shardings=self.shardings, out_shardings=outputs, **donated)
     arguments = self.place()
-    with warnings.catch_warnings(record=True) as warned, standard_error() as said:
+    kept = warnings.catch_warnings(record=True)
+    with kept as warned, standard_error() as said, without_cache():
       warnings.simplefilter("always")
       compiled = step.lower(*arguments).compile()
       text = said()
@@ -114,6 +116,22 @@ class Compiled:
   @functools.cached_property
   def text(self) -> str:
     return self.compiled.as_text()
+
+
+@contextlib.contextmanager
+def without_cache() -> Iterator[None]:
+  """Turns the persistent cache off: a program that is read from it comes without warnings."""
+  before = jax.config.jax_enable_compilation_cache
+
+  def use(value: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", value)
+    compilation_cache.reset_cache()  # it remembers whether it is used
+
+  use(False)
+  try:
+    yield
+  finally:
+    use(before)
 
 
 @contextlib.contextmanager
@@ -191,14 +209,24 @@ def is_float(leaf: Any) -> bool:
   return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def axes_of(sharding: Sharding, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> set[str]:
-  """Returns the mesh axes along which an array is cut; along the others it is replicated."""
+def axes_of(
+  sharding: Sharding, shape: tuple[int, ...], mesh: jax.sharding.Mesh, *, dim: int | None = None
+) -> set[str]:
+  """Returns the mesh axes along which an array is cut; along the others it is replicated.
+
+  Args:
+    sharding: of the array.
+    shape: its global one.
+    mesh: whose axes are named.
+    dim: look at this dim alone.
+  """
   places = sharding.devices_indices_map(shape)
   grid = np.empty(mesh.devices.shape, object)
   for position, device in np.ndenumerate(mesh.devices):
-    grid[position] = str(places[device]) if device in places else ""
+    place = places.get(device, ())
+    grid[position] = str(place if dim is None else place[dim : dim + 1])
   return {
     axis
-    for dim, axis in enumerate(mesh.axis_names)
-    if mesh.shape[axis] > 1 and (grid != np.take(grid, [0], axis=dim)).any()
+    for i, axis in enumerate(mesh.axis_names)
+    if mesh.shape[axis] > 1 and (grid != np.take(grid, [0], axis=i)).any()
   }

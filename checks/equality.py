@@ -16,7 +16,8 @@ import numpy as np
 
 from checks import jaxprs
 from checks.case import Case, is_float, named_leaves, to_host, x64
-from checks.report import Finding, Outcome, size_text
+from checks.report import Finding, Outcome
+from runtime.collectives import size_text
 
 STEPS = 3
 # The least bounds of relative L2 differences, by the width of the numbers, and the factor on what

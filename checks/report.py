@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
+from runtime.collectives import size_text
+
 NOTHING, WRONG, REFUSED = 0, 3, 2  # exit codes
 
 
@@ -66,15 +68,6 @@ class Report:
   @property
   def exit_code(self) -> int:
     return WRONG if self.findings else NOTHING
-
-
-def size_text(size: float) -> str:
-  """Returns bytes as `1.5 MiB`."""
-  for unit in ("bytes", "KiB", "MiB", "GiB"):
-    if size < 1024 or unit == "GiB":
-      return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-    size /= 1024
-  raise AssertionError
 
 
 def number_text(name: str, value: object) -> str:

@@ -1,14 +1,12 @@
 """The collectives of a compiled program: kind, mesh axes, payload and number of runs."""
 
 import dataclasses
-import functools
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import humanize
 import numpy as np
 from jax.sharding import Mesh
 
@@ -53,6 +51,7 @@ class Collective:
     groups: the devices of each group, by their places in `mesh.devices.flat`.
     pairs: (source, target) of a permute, likewise.
     exact: whether the trip counts of all loops around it are in the text.
+    in_loop: whether there is a loop around it.
   """
 
   name: str
@@ -66,6 +65,7 @@ class Collective:
   groups: tuple[tuple[int, ...], ...] = ()
   pairs: tuple[tuple[int, int], ...] = ()
   exact: bool = True
+  in_loop: bool = False
 
 
 class Row(NamedTuple):
@@ -103,18 +103,18 @@ def collectives(hlo_text: str, mesh: Mesh) -> list[Collective]:
   """
   program = hlo.parse(hlo_text)
   found: dict[tuple[str, str], Collective] = {}
-  for computation, instruction, runs, site in _runs(program):
-    key, (count, exact) = (computation.name, instruction.name), runs
+  for frame, instruction, runs in _runs(program):
+    key, (count, exact) = (frame.computation.name, instruction.name), runs
     if before := found.get(key):
       total, exact = before.count + count, before.exact and exact
       found[key] = dataclasses.replace(before, count=total, exact=exact)
-    elif record := _record(program, computation, instruction, count, site, mesh):
-      found[key] = dataclasses.replace(record, exact=exact)
+    elif record := _record(program, frame, instruction, count, mesh):
+      found[key] = dataclasses.replace(record, exact=exact, in_loop=_in_loop(frame))
   return list(found.values())
 
 
 def _runs(program: hlo.Program):
-  """Yields (computation, instruction, runs, calling instruction) for each way from ENTRY.
+  """Yields (frame, instruction, runs) for each way from ENTRY.
 
   Runs are their count, and whether it is exact.
   """
@@ -138,7 +138,7 @@ def _runs(program: hlo.Program):
         channel = re.search(r"\bchannel_id=(\d+)", instruction.attributes)
         link = (instruction.opcode, channel and channel[1], chain and chain[1])
         if not (chain and link in chains):
-          yield frame.computation, instruction, runs, frame.site
+          yield frame, instruction, runs
         chains.add(link)
       elif not any(map(communicates, instruction.called())):
         continue
@@ -193,8 +193,16 @@ def _across(mesh: Mesh) -> list[list[int]]:
   return list(groups.values())
 
 
-def _record(program, computation, instruction, count, site, mesh) -> Collective | None:
-  kind = _kind(instruction)
+def _in_loop(frame: hlo.Frame | None) -> bool:
+  while frame is not None and frame.site is not None:
+    if frame.site.opcode == "while":
+      return True
+    frame = frame.caller
+  return False
+
+
+def _record(program, frame: hlo.Frame, instruction, count, mesh) -> Collective | None:
+  kind, computation, site = _kind(instruction), frame.computation, frame.site
   if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
     kind = "reduce-scatter"
   try:
@@ -347,6 +355,15 @@ def _axes(groups: Sequence[Sequence[int]], mesh: Mesh) -> tuple[tuple[str, ...],
 # ---- Records -> table ----
 
 
+def size_text(size: float) -> str:
+  """Returns bytes as `824 Bytes`, `1.5 MiB`."""
+  if size < 1024:
+    return f"{int(size)} Byte{'' if int(size) == 1 else 's'}"
+  units = ("KiB", "MiB", "GiB", "TiB", "PiB")
+  power = min(int(math.log(size, 1024)), len(units))
+  return f"{size / 1024**power:.1f} {units[power - 1]}"
+
+
 def summarize(records: Iterable[Collective]) -> list[Row]:
   """Returns a row per kind, axes and whether the count is exact; most bytes first."""
   totals: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
@@ -372,7 +389,6 @@ def short_summary(rows: Sequence[Row]) -> str:
   if not sums:
     return "no collectives"
   largest = sorted(sums.items(), key=lambda item: -item[1][0])
-  size_text = functools.partial(humanize.naturalsize, binary=True)
   texts = [
     f"{size_text(size)}{'' if exact else '+'} over {axes}" for axes, (size, exact) in largest
   ]
@@ -398,7 +414,6 @@ def format_summary(rows: Sequence[Row]) -> str:
   counted = [f"{line[2]}{'' if line[4] else '+'}" for line in lines]
   kinds, axes = (max(len(line[i]) for line in lines) for i in range(2))
   counts = max(map(len, counted))
-  size_text = functools.partial(humanize.naturalsize, binary=True)
   text = []
   for (kind, names, count, size, _), runs in zip(lines, counted, strict=True):
     each = "" if kind == "total" else f"x {size_text(size / (count or 1)):>10}"

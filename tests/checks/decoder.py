@@ -132,14 +132,18 @@ def logits_of(params, batch, mesh, *, window=0, bugs=()):
   """Returns [B, T, V]."""
   constrain = functools.partial(jax.lax.with_sharding_constraint)
   sharded = lambda *axes: jax.sharding.NamedSharding(mesh, P(*axes))  # noqa: E731
-  table = constrain(params["embed"], sharded("tensor"))  # gathered over fsdp, where rows are, too
+  table = params["embed"]
+  if "involuntary" not in bugs:  # the table is gathered over fsdp, which cuts the rows, too
+    table = constrain(table, sharded("tensor"))
   x = table[batch["tokens"]]
   x = constrain(positions_of(params, x, mesh, bugs), sharded(ROWS, "context"))
   # The blocks of a ring that were masked by their own positions see the same block of others.
   segments = batch["segments"]
+  blocks = jnp.arange(T) // (T // mesh.shape["context"])
   if "mask_by_block" in bugs and mesh.shape["context"] > 1:
-    blocks = jnp.arange(T) // (T // mesh.shape["context"])
-    segments = segments * 0 + 1 + 0 * blocks[None]
+    segments = jnp.ones_like(segments)
+  if "own_block_alone" in bugs:
+    segments = segments + 8 * blocks[None].astype(segments.dtype)
 
   stacked = {name: params[name] for name in ("norm", "query_key_value", "out", "up", "down")}
   if "gathered_at_once" in bugs:
@@ -150,8 +154,6 @@ def logits_of(params, batch, mesh, *, window=0, bugs=()):
     if "batch_gathered" in bugs:
       x = constrain(x, sharded())
     x = x + mlp(normalized(x, w["norm"], bugs), w["up"], w["down"], mesh, bugs)
-    if "involuntary" in bugs:
-      x = constrain(x, sharded("tensor", None, ROWS))
     return constrain(x, sharded(ROWS, "context")), None
 
   x, _ = jax.lax.scan(layer, x, stacked)
