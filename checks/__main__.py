@@ -9,7 +9,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
-from checks import budget, equality, leaks, page, replication, report
+from checks import budget, equality, invariance, leaks, page, replication, report
 from checks.case import Case
 from checks.program import given, load, parse_sizes
 
@@ -18,6 +18,7 @@ CHECKS: dict[str, Callable[[Sequence[Case]], list[report.Outcome]]] = {
   "equality": equality.check,
   "budget": budget.check,
   "leaks": leaks.check,
+  "invariance": invariance.check,
 }
 
 

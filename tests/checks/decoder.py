@@ -58,7 +58,7 @@ def batch(seed):
   segments = np.ones((B, T), np.int32)
   for row in range(B):
     segments[row, 5 + row % 3 :] = 2
-    segments[row, T - row % 4 :] = 0
+    segments[row, T - row * 7 % 5 :] = 0
   weights = (segments > 0).astype(np.float32)
   return {
     "tokens": np.where(segments > 0, tokens[:, :-1], 0).astype(np.int32),
@@ -176,7 +176,7 @@ def loss_of(params, batch, mesh, *, window=0, bugs=(), parts=1):
   if "masked_counted" in bugs:
     weights = jnp.ones_like(weights)
   if "rows_weighted" in bugs:
-    weights = weights * (1 + jnp.arange(B, dtype=weights.dtype))[:, None]
+    weights = weights * (1 + jnp.arange(len(weights), dtype=weights.dtype))[:, None]
   if "mean_over_devices" in bugs:
     mean = lambda x, w: jax.lax.pmean((x * w).sum() / w.sum(), ROWS)  # noqa: E731
     rows = P(ROWS)
@@ -261,7 +261,7 @@ def program(sizes, *bugs, window=0, momentum=False, specs=None, **known):
     targets="targets",
     window=window,
     layers=L,
-    same={"4 microbatches": make_step(mesh, bugs, window, parts=4)},
+    same={"2 microbatches": make_step(mesh, bugs, window, parts=2)},
     replicated=("positions",),
     **known,
   )

@@ -1,9 +1,13 @@
 """The command: its text, its files and its exit codes."""
 
+import ast
 import json
+import pathlib
+import sys
 
 import pytest
 
+import checks
 from checks.__main__ import main
 
 GIVES = """
@@ -70,3 +74,20 @@ def test_no_file_is_refused(capsys):
   assert main(["no_such_file.py"]) == 2
   assert "no_such_file.py: no such file" in capsys.readouterr().err
   assert main([]) == 2
+
+
+def test_it_needs_jax_and_numpy_alone():
+  """So that it runs in another framework's environment, with this tree on its path."""
+  root = pathlib.Path(checks.__file__).parent
+  files = [
+    *root.glob("*.py"),
+    root.parent / "runtime/hlo.py",
+    root.parent / "runtime/collectives.py",
+  ]
+  found = set()
+  for file in files:
+    for node in ast.walk(ast.parse(file.read_text())):
+      names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+      names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+      found |= {name.split(".")[0] for name in names}
+  assert found - sys.stdlib_module_names == {"checks", "jax", "numpy", "runtime"}
