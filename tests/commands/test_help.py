@@ -36,7 +36,7 @@ def test_help_is_short_and_names_every_verb(words):
 
 def test_every_verb_says_its_flags_and_no_others():
   shown = text("help", "sample")
-  assert re.search(r"^  --max_new_tokens=64 +The most tokens per prompt\.$", shown, re.MULTILINE)
+  assert re.search(r"^  --max_new_tokens=64 +Tokens to generate, at most\.$", shown, re.MULTILINE)
   assert "--config  " in shown
   for other in ("--html", "--topology", "--accept_changes"):
     assert other not in shown

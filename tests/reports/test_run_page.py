@@ -170,7 +170,7 @@ def test_goodput_is_one_bar_over_all_starts(text):
   assert sum(widths) == pytest.approx(100, abs=0.01)
   rows = {row[0]: row[1:] for row in rows_of(text, "goodput")}
   assert rows["step (goodput)"] == ["1:00", "50.0 %"]
-  assert rows["lost to restart"] == ["20 s", "16.7 %"]
+  assert rows["lost to restarts"] == ["20 s", "16.7 %"]
   assert "2:00 from the first start on, over 2 starts" in part
 
 

@@ -19,7 +19,7 @@ BINS = {
   "input_wait": "input wait",
   "save": "save",  # that the steps wait for it; the rest is in the background
   "evaluation": "evaluation",
-  "lost_to_restart": "lost to restart",  # undone steps, and the time until the next process
+  "lost_to_restart": "lost to restarts",  # undone steps, and the time until the next process
 }
 # Bins that are lost when steps are rolled back within a process.
 _UNDONE = ("step", "input_wait", "save", "evaluation")

@@ -110,7 +110,7 @@ def test_the_bins_of_a_killed_run_that_went_back_add_up_to_its_wall_time(tmp_pat
   assert total <= whole
   assert line["seconds"]["lost_to_restart"] > 0.5
   assert all(value > 0 for value in line["seconds"].values())
-  assert "lost to restart" in capsys.readouterr().out
+  assert "lost to restarts" in capsys.readouterr().out
 
 
 class SlowJob(runs.QuickJob):
