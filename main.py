@@ -1,9 +1,10 @@
-"""Trains a model over a device mesh: `python main.py --config=configs/dp4_tp2.py`.
+"""Trains a model over a device mesh: `python main.py train configs/dp4_tp2`.
 
-python main.py [VERB] --config=configs/STRATEGY.py[:RECIPE] [--workdir=DIR] [--config.key=value ...]
+python main.py [VERB] [configs/STRATEGY[:RECIPE] | RUN] [key=value ...] [--workdir=DIR] [--flag=...]
 
 VERB    train (default), prepare, evaluate, sample, export, layout, compare, plan, ...; --help lists
         them, and `help VERB` says more of one
+RUN     the workdir of a run, whose config is taken
 RECIPE  lm (default), mlp, mlp_tutorial, vit; or model=NAME,data=NAME
 
 The same command again resumes a run that was stopped.

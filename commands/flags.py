@@ -143,7 +143,7 @@ def command_to_train() -> str:
   own |= {WORKDIR.name, DEBUG.name}
   kept = [
     word
-    for word, is_flag in words.joined(_typed)
+    for word, is_flag in words.joined(_typed, flags.FLAGS)
     if (word.lstrip("-").partition("=")[0] not in own if is_flag else word not in VERBS)
   ]
   return printable(shlex.join(["python", pathlib.Path(sys.argv[0]).name, *kept]))

@@ -82,7 +82,7 @@ def _overview() -> str:
   lines = [
     "Trains a model over a device mesh.",
     "",
-    f"{_COMMAND} [VERB] --config=FILE[:RECIPE] [--config.KEY=VALUE ...] [--FLAG=VALUE ...]",
+    f"{_COMMAND} [VERB] [FILE[:RECIPE] | RUN] [KEY=VALUE ...] [--FLAG=VALUE ...]",
     "",
   ]
   widest = max(map(len, VERBS))
@@ -94,13 +94,14 @@ def _overview() -> str:
   lines += [
     "",
     *_entry("FILE", f"a strategy, one of configs/*.py, or a file of your own: {files}"),
+    *_entry("RUN", "a run's workdir, such as runs/first, whose config is taken"),
     *_entry("RECIPE", f"{recipe_names} (lm by default), or model=NAME,data=NAME"),
     *_entry("KEY", "one of the config's, such as training.steps or mesh.tensor"),
     "",
     *_entry(f"{_COMMAND} help VERB", "a verb's flags, with examples"),
     *_entry(f"{_COMMAND} help KEY", "a config key, or a section of them: training"),
     *_entry(f"{_COMMAND} help {KEYS}", "all config keys"),
-    *_entry(f"{_COMMAND} config --config=FILE", "their values, and where these come from"),
+    *_entry(f"{_COMMAND} config FILE", "their values, and where these come from"),
     "",
     *_wrapped(
       "As several processes, on one machine or many, each runs the same command (docs/running.md)."
@@ -162,8 +163,7 @@ def _search(word: str, values: Mapping[str, object]) -> str:
 
 def _of_verb(name: str, owners: Mapping[str, Sequence[str]]) -> str:
   verb = VERBS[name]
-  taken = "--config=FILE[:RECIPE]"
-  taken = {"required": taken, "optional": f"[{taken}]", "none": ""}[verb.config]
+  taken = "" if verb.config == "none" else "[FILE[:RECIPE] | RUN] [KEY=VALUE ...]"
   usage = " ".join(filter(None, (_COMMAND, name, verb.words, taken, "[--FLAG=VALUE ...]")))
   lines = [usage, "", *_wrapped(f"{name}: {verb.summary}. {verb.text}".strip())]
   if verb.examples:

@@ -11,7 +11,7 @@ class Verb:
     summary: one line.
     text: more, for its own help.
     examples: what follows `python main.py` on a command line.
-    config: whether it takes `--config`: required, optional or none.
+    config: whether it takes a config: required (without one, the default), optional or none.
     words: how words after the verb are called in its usage; "": it takes none.
     alone: it is one process, without a run: its module has `run(*words)`, not `prepare(watch)`.
     jax: whether it imports JAX.
@@ -26,19 +26,23 @@ class Verb:
   jax: bool = True
 
 
-_DP4_TP2 = "--config=configs/dp4_tp2.py"
+_DP4_TP2 = "configs/dp4_tp2"
 VERBS = {
   "train": Verb(
     "train, evaluating on the evaluation split (the default)",
     "The same command again resumes a run that was stopped. The workdir holds the finalized "
     "config, the layout, metrics and checkpoints.",
-    (_DP4_TP2, f"{_DP4_TP2} --config.training.steps=400 --workdir=runs/longer"),
+    (
+      f"train {_DP4_TP2}",
+      f"train {_DP4_TP2} training.steps=400 --workdir=runs/longer",
+      "train runs/longer training.steps=800",
+    ),
   ),
   "prepare": Verb(
     "prepare the data that train would; needs no devices",
     "Text is tokenized once. Prints tokens, rows, padding and epochs. --train_tokenizer=N trains a "
     "byte-level BPE of N tokens on data.files first.",
-    ("prepare --config=configs/dp4_tp2.py:model=lm,data=text --config.data.files=my/*.txt",),
+    ("prepare configs/dp4_tp2:model=lm,data=text data.files=my/*.txt",),
     alone=True,
     jax=False,
   ),
@@ -46,20 +50,24 @@ VERBS = {
     "evaluate a checkpoint on the evaluation split",
     "The checkpoint may come from another mesh. --tasks=FILE.jsonl scores multiple-choice and "
     "exact-match tasks instead.",
-    (f"evaluate {_DP4_TP2}", f"evaluate {_DP4_TP2} --checkpoint=runs/dp4_tp2_lm/checkpoints/100"),
+    (
+      "evaluate runs/dp4_tp2_lm",
+      "evaluate runs/dp4_tp2_lm/checkpoints/100",
+      "evaluate configs/fsdp8 --checkpoint=runs/dp4_tp2_lm",
+    ),
   ),
   "sample": Verb(
     "continue prompts with a checkpoint's model",
     "Continues --prompt=TEXT (repeatable) or the lines of --prompt_file=FILE. Without these, in a "
     "terminal, it asks for texts and continues each as it is generated. --chat has a conversation "
     "by the tokenizer's chat template.",
-    (f"sample {_DP4_TP2} --prompt='def '", f"sample {_DP4_TP2} --temperature=0"),
+    ("sample runs/dp4_tp2_lm --prompt='def '", "sample runs/dp4_tp2_lm --temperature=0"),
   ),
   "export": Verb(
     "write a checkpoint's model for transformers and vLLM",
     "Writes the folder --to. --merge adds LoRA's adapters to the kernels, --dtype=bfloat16 rounds "
     "the weights.",
-    ("export --config=configs/single.py:model=hf --to=exported",),
+    ("export runs/dp4_tp2_lm --to=exported", "export configs/single:model=hf --to=exported"),
   ),
   "eject": Verb(
     "write a dense decoder's run as one file of JAX",
@@ -74,19 +82,19 @@ VERBS = {
     "print how every array is sharded",
     "--against=CONFIG compares two strategies, --html=FILE writes a page with drawings and what "
     "each mesh axis costs.",
-    (f"layout {_DP4_TP2}", f"layout {_DP4_TP2} --against=configs/fsdp8.py --html=layout.html"),
+    (f"layout {_DP4_TP2}", f"layout {_DP4_TP2} --against=configs/fsdp8 --html=layout.html"),
   ),
   "compare": Verb(
     "check that two configs train alike",
     "Compares every raw gradient and three steps, in float64 where the hardware has it. --set "
     "key=value sets a key on both sides. Exit code 3: they differ.",
-    (f"compare {_DP4_TP2} --against=configs/single.py",),
+    (f"compare {_DP4_TP2} --against=configs/single",),
   ),
   "coordcheck": Verb(
     "check that activations are as large at every width",
     "So learning rates transfer (model.base_width). --widths=64,128,256 trains the model at these "
     "widths for --steps=5 steps. Exit code 3: sizes depend on the width.",
-    ("coordcheck --config=configs/single.py --config.model.base_width=128",),
+    ("coordcheck configs/single model.base_width=128",),
   ),
   "replay": Verb(
     "compute a step again, and find its first bad number",
@@ -95,13 +103,13 @@ VERBS = {
     "that cause it and the largest gradients; prints the sizes of activations and gradients, and "
     "compares the loss with the logged one. Changes nothing in the workdir. Exit code 3: a bad "
     "number, or another loss.",
-    (f"replay {_DP4_TP2} --workdir=runs/dp4_tp2_lm --step=37",),
+    ("replay runs/dp4_tp2_lm --step=37",),
   ),
   "plan": Verb(
     "predict memory, communication and step time on a pod",
     "Compiles the train step ahead of time for --topology=v5p:4x4x4, v5p-128, h100:8 or the "
     "devices at hand. Exit code 3: it does not fit.",
-    ("plan --config=configs/fsdp.py:llama3_8b --topology=v5p-128",),
+    ("plan configs/fsdp:llama3_8b --topology=v5p-128",),
     alone=True,
   ),
   "search": Verb(
@@ -110,12 +118,11 @@ VERBS = {
     "by formula, the best with the compiler for --topology=v5p-128 (several: v5p-128,v6e-256). "
     "On attached devices the best are run for a few steps. The batch size stays as it is, unless "
     "--global_batch_sizes=64,128 lists others; --axes=data,fsdp limits the mesh, "
-    "--config.memory_limit_gib the memory, --compilations=N what is compiled. Stopped, the same "
+    "memory_limit_gib=N the memory, --compilations=N what is compiled. Stopped, the same "
     "command goes on. Exit code 3: nothing fits.",
     (
-      "search --config=configs/fsdp.py:llama3_8b --topology=v5p-128",
-      "search --config=configs/fsdp.py:llama3_8b --topology=v5p-128,v6e-256 --price=v5p=4.2 "
-      "--price=v6e=2.7",
+      "search configs/fsdp:llama3_8b --topology=v5p-128",
+      "search configs/fsdp:llama3_8b --topology=v5p-128,v6e-256 --price=v5p=4.2 --price=v6e=2.7",
       f"search {_DP4_TP2}",
     ),
     alone=True,
@@ -128,9 +135,9 @@ VERBS = {
     "--topology derives it for other devices, --json prints JSON.",
     (
       f"config {_DP4_TP2}",
-      f"config {_DP4_TP2} --config.model.depth=6 --changed",
+      f"config {_DP4_TP2} model.depth=6 --changed",
       f"config training optimizer.learning_rate {_DP4_TP2}",
-      "config partitioning --config=configs/fsdp.py:llama3_8b --topology=v5p-128",
+      "config partitioning configs/fsdp:llama3_8b --topology=v5p-128",
     ),
     words="[KEY ...]",
     alone=True,

@@ -10,7 +10,7 @@ a folder of such a name is written `./lr=0.1`.
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from absl import flags
 from etils import epath
@@ -43,7 +43,7 @@ def as_flags(
     ValueError: a word that is none of these, or two configs.
   """
   verb, found, places = "", [], []
-  for word, is_flag in joined(argv[1:]):
+  for word, is_flag in joined(argv[1:], () if asks else flags.FLAGS):
     if is_flag:
       found.append(_completed(word))
     elif not verb and (word in VERBS or word == HELP):
@@ -110,13 +110,18 @@ def run_folder(text: str) -> str | None:
 # ------------------------------ what a word is ------------------------------
 
 
-def joined(words: Sequence[str]) -> Iterator[tuple[str, bool]]:
-  """Yields each word, and whether it is a flag; a flag's value that follows it is joined to it."""
+def joined(words: Sequence[str], known: Iterable[str]) -> Iterator[tuple[str, bool]]:
+  """Yields each word, and whether it is a flag; a flag's value that follows it is joined to it.
+
+  Args:
+    words: behind the program's name.
+    known: the flags whose values are looked for, besides those of configs.
+  """
   rest = iter(words)
   for word in rest:
     name, equals, _ = word.lstrip("-").replace("-", "_").partition("=")
     of_key = name.partition(".")[0] in ("config", "against")
-    takes = not equals and (of_key or (name in flags.FLAGS and not flags.FLAGS[name].boolean))
+    takes = not equals and (of_key or (name in known and not flags.FLAGS[name].boolean))
     if not word.startswith("-") or word == "-":
       yield word, False
     elif takes and (value := next(rest, None)) is not None:
