@@ -111,7 +111,7 @@ ONLY: dict[str, tuple[tuple, str]] = {
 # Keys of `model` that are the user's own: no folder determines them.
 OWN = (
   *("name", "vocabulary_multiple", "context_attention", "embedding_standard_deviation"),
-  *("dropout_rate", "separate_documents", "base_width", "base_head_size"),
+  *("depth", "dropout_rate", "separate_documents", "base_width", "base_head_size"),
   *("expert_exchange", "expert_capacity"),
 )
 KEYS = tuple(key for key in DECODER if key not in OWN)
