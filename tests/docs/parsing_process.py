@@ -13,12 +13,12 @@ import io
 import json
 import os
 import pathlib
+import re
 import sys
-import tempfile
 
 from absl import flags as absl_flags
 
-from commands import config_flag, flags, help, words
+from commands import config_flag, flags, help
 from configs import base
 from configs.schema import finalize, validate
 from training import workdir_files
@@ -34,11 +34,11 @@ def wrong(arguments: list[str], run: str) -> str:
     arguments: of main.py.
     run: a workdir, which stands for those of the pages, `runs/NAME`, that are not there.
   """
-  words.run_folder = lambda text: run if text.startswith("runs/") else None
+  arguments = [re.sub(r"(^|=)runs/[\w.-]+", rf"\1{run}", word) for word in arguments]
   if help.asked(["main.py", *arguments]):
     return ""
-  sys.argv = flags.rewritten(["main.py", *arguments])
   try:
+    sys.argv = flags.rewritten(["main.py", *arguments])
     verb = flags.chosen_verb(config_flag.parse(sys.argv, ("config", "against"))[1:])
     for flag in (flags.CONFIG, flags.AGAINST):
       # The mesh of a plan belongs to its topology, of which nothing is here.
@@ -59,10 +59,13 @@ def wrong(arguments: list[str], run: str) -> str:
 def in_a_fork(arguments: list[str], run: str) -> str:
   reading, writing = os.pipe()
   if not os.fork():
-    with contextlib.redirect_stdout(io.StringIO()):
-      answer = wrong(arguments, run)
-    os.write(writing, answer.encode()[:60_000])
-    os._exit(0)
+    answer = "it has not been parsed"
+    try:
+      with contextlib.redirect_stdout(io.StringIO()):
+        answer = wrong(arguments, run)
+    finally:  # an error must not take the parent's way
+      os.write(writing, answer.encode()[:60_000])
+      os._exit(0)
   os.close(writing)
   with os.fdopen(reading, "rb") as answer:
     text = answer.read().decode(errors="replace")
@@ -78,11 +81,8 @@ def write_run(folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-  with (
-    open(sys.argv[1]) as questions,
-    open(sys.argv[2], "w") as answers,
-    tempfile.TemporaryDirectory() as folder,
-  ):
-    write_run(pathlib.Path(folder))
+  with open(sys.argv[1]) as questions, open(sys.argv[2], "w") as answers:
+    run = pathlib.Path(sys.argv[2]).parent
+    write_run(run)
     for line in questions:
-      print(json.dumps(in_a_fork(json.loads(line), folder)), file=answers, flush=True)
+      print(json.dumps(in_a_fork(json.loads(line), str(run))), file=answers, flush=True)
