@@ -40,8 +40,7 @@ def html(plan: Plan, *, command: str = "") -> str:
     layers=[_layer(one) for one in (plan.timeline.layers if plan.timeline else ())],
     no_layers=[*plan_text.missing_lines(plan.timeline)],
     gaps=[_gap(one) for one in (plan.timeline.gaps[:GAPS] if plan.timeline else ())],
-    time_lines=plan_text.time_lines(plan),
-    times=_times(plan),
+    step=_step(plan) if plan.times else None,
     parameters=Arrays(sides).section("parameters"),
     constants=_constants(plan),
     sources=SOURCES,
@@ -136,17 +135,55 @@ def _runs(row: Any) -> list[str]:
   return [f"{row.runs:,}", size_text(row.bytes), plan_text.duration(row.seconds)]
 
 
-def _times(plan: Plan) -> list[dict[str, Any]]:
-  """Returns the roofline terms and the range of the step's time."""
-  if plan.step_seconds is None:
-    return []
-  names = ("step, low", "step, expected", "step, high")
-  values = {**plan_text.terms(plan), **dict(zip(names, plan.step_seconds, strict=True))}
-  most = max(values.values())
-  return [
-    {"name": name, "text": plan_text.duration(seconds), "percent": 100 * seconds / most}
-    for name, seconds in values.items()
+def _step(plan: Plan) -> dict[str, Any]:
+  """Returns the numbers of a step, and its picture: what it consists of, and each term by itself.
+
+  All rows have one scale, from 0 to the upper end of the expected range. The part of a transfer
+  that the device waits for is marked.
+  """
+  low, expected, high = plan.step_seconds
+
+  def bar(kind: str, begin: float, seconds: float, title: str) -> dict[str, Any]:
+    place = {"left": round(100 * begin / high, 3), "width": round(100 * seconds / high, 3)}
+    return {**place, "kind": kind, "title": f"{title}: {plan_text.duration(seconds)}"}
+
+  def row(name: str, seconds: float, *bars: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "text": plan_text.duration(seconds), "bars": bars}
+
+  def sent(name: str, seconds: float, waited: float) -> dict[str, Any]:
+    parts = [bar("sent", 0, seconds - waited, f"{name}, hidden")]
+    return row(name, seconds, *parts, bar("wait", seconds - waited, waited, f"{name}, waited for"))
+
+  parts, begin = [], 0.0
+  for name, seconds in plan.times.parts.items():
+    parts.append(bar("computing" if name == "computing" else "wait", begin, seconds, name))
+    begin += seconds
+  rows = [row("step: " + ", ".join(plan.times.parts), expected, *parts)]
+  for name, kind in (("compute", "matmul"), ("HBM", "memory")):
+    seconds = plan_text.terms(plan)[name]
+    rows.append(row(f"{name} alone", seconds, bar(kind, 0, seconds, name)))
+  for one in plan_text.sums(plan):
+    rows.append(sent(f"{one.axis}, {one.kind}", one.seconds, one.waited))
+  for one in plan.times.host:
+    name = " ".join(filter(None, (one.direction, one.what)))
+    rows.append(sent(name, one.seconds, one.exposed_seconds))
+  duration = plan_text.duration
+  facts = [
+    ("a step", f"{duration(expected)} ({duration(low)} to {duration(high)})"),
+    (f"{plan.unit} per second and device", f"{plan.rate:,.0f}"),
+    ("MFU", f"{100 * plan.mfu():.1f} %"),
+    ("with causal attention counted half", f"{100 * plan.mfu(causal=True):.1f} %"),
+    ("largest term", max(plan_text.terms(plan), key=plan_text.terms(plan).get)),
+    (
+      f"{plan_text.number(plan.token_budget)} {plan.unit}",
+      f"{plan_text.number(plan.chip_hours)} chip-hours",
+    ),
   ]
+  if plan.cost is not None:
+    facts.append(("they cost", f"{plan.cost:,.2f}"))
+  notes = [plan_text.constants(plan), f"accuracy: {plan.accuracy['times']}"]
+  notes += [plan_text.host_line(plan)] if plan.host else []
+  return {"facts": facts, "rows": rows, "notes": notes, "low": round(100 * low / high, 3)}
 
 
 def _constants(plan: Plan) -> Sequence[tuple[str, str, str]]:

@@ -81,7 +81,7 @@ def picture(found: Found, name: str = "search") -> Markup:
   front = sorted(point for point, row in zip(bold, rows, strict=True) if row.front)
   titles = {}
   with matplotlib.rc_context(charts.SETTINGS):
-    figure = Figure(figsize=(6.6, 3.6), layout="constrained")
+    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
     axes = figure.subplots()
     charts.plain_axes(axes, "both")
     axes.plot(*zip(*faint, strict=True), ".", color=charts.INK, alpha=0.45) if faint else None
@@ -91,7 +91,8 @@ def picture(found: Found, name: str = "search") -> Markup:
         f"{place}: {search_text.describe(row)}, {search_text.numbers(found, row)}"
       )
       color = charts.ACCENT if row.front else charts.INK
-      axes.plot(*point, "o", color=color, markersize=8, gid=f"setting{place}")
+      over = 3 if row.front else 2.5  # others at about the same place
+      axes.plot(*point, "o", color=color, markersize=8, zorder=over, gid=f"setting{place}")
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))

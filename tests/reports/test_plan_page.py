@@ -48,12 +48,42 @@ def test_the_verdict_the_numbers_and_the_command_are_on_the_page(fits):
   assert plan_text.verdict(fits) in said
   assert 'main.py plan "<b>"' in said
   assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", said)
-  for line in plan_text.time_lines(fits):
-    assert line in said
-  rows = {row[0]: row for row in read.rows}
-  for name, seconds in plan_text.terms(fits).items():
-    assert rows[name][1] == plan_text.duration(seconds)
-  assert "e+0" not in "".join(plan_text.time_lines(fits))
+  low, expected, high = map(plan_text.duration, fits.step_seconds)
+  assert f"a step{expected} ({low} to {high})" in "".join(said.split("\n")).replace("\xa0", " ")
+  assert plan_text.constants(fits) in said
+
+
+def lanes_of(text):
+  """Returns name -> (kind, left and width in percent) of the bars, of each lane."""
+  found = re.findall(r'<div class="lane".*?aria-label="(.*?)">(.*?)</div>', text)
+  bar = r'<i class="(\w+)" style="left:([\d.e-]+)%;width:([\d.e-]+)%'
+  return {
+    name: [(kind, float(left), float(width)) for kind, left, width in re.findall(bar, row)]
+    for name, row in found
+  }
+
+
+def test_the_time_of_a_step_is_a_picture_on_one_scale(fits):
+  """Each length is seconds over the upper end of the range; what is waited for is marked."""
+  [one, *others] = fits.times.sent
+  waiting = dataclasses.replace(one, exposed_seconds=one.seconds / 4)
+  times = dataclasses.replace(fits.times, sent=(waiting, *others))
+  times = dataclasses.replace(times, step=times.step + waiting.exposed_seconds - fits.times.exposed)
+  text = plan_page.html(dataclasses.replace(fits, times=times))
+  lanes = lanes_of(text)
+  share = 100 / dataclasses.replace(fits, times=times).step_seconds[2]
+  step = lanes["step: computing, waiting for collectives"]
+  assert [kind for kind, *_ in step] == ["computing", "wait"]
+  assert sum(width for *_, width in step) == pytest.approx(share * times.step, abs=0.01)
+  assert step[1][1] == pytest.approx(step[0][2], abs=0.01)  # one begins where the other ends
+  [(kind, left, width)] = lanes["compute alone"]
+  assert (kind, left) == ("matmul", 0)
+  assert width == pytest.approx(share * times.compute, abs=0.01)
+  sums = plan_text.sums(dataclasses.replace(fits, times=times))
+  for row in sums:
+    bars = lanes[f"{row.axis}, {row.kind}"]
+    assert sum(width for *_, width in bars) == pytest.approx(share * row.seconds, abs=0.01)
+  assert "Timeline of a layer</h2>" not in text  # by formula there is none
 
 
 def test_a_plan_by_formula_has_no_compiler_options(fits, monkeypatch):
@@ -99,13 +129,10 @@ def test_the_timeline_of_a_layer_and_the_waits_with_their_lines(fits):
   said = "".join(read.said)
   assert plan_text.head(LAYER) in said
   assert "no loop over 4 layers in the backward pass" in said
-  lanes = re.findall(r'<div class="lane".*?aria-label="(.*?)">(.*?)</div>', text)
-  bars = {
-    name: re.findall(r'class="(\w+)" style="left:([\d.]+)%;width', row) for name, row in lanes
-  }
+  bars = lanes_of(text[text.index("Timeline of a layer</h2>") :])
   assert list(bars) == ["compute", *LAYER.transfers]
   kinds = ["matmul", "memory", "inner", "matmul", "wait", "wait"]
-  assert [kind for kind, _ in bars["compute"]] == kinds
+  assert [kind for kind, *_ in bars["compute"]] == kinds
   assert float(bars["from host"][0][1]) == pytest.approx(100 * 44 / TIMELINE_WIDTH, abs=1e-3)
   waits = [row for row in read.rows if row[0].startswith(GAP.what)]
   assert [[cell.replace("\u200b", "") for cell in row] for row in waits] == [
