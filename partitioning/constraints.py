@@ -51,6 +51,7 @@ class ActivationLayout:
     collective_matmul: whether matmuls around a gathered or scattered sequence are rings.
     reshard_after_forward: whether gathered kernels are gathered again in the backward pass, and not
       kept for it.
+    on_cpus: whether the devices are CPUs, for which `sharded_function.contracted` merges dims.
     checking: True while the layout is checked: failures are recorded and not raised, so that one
       message has all of them. The traced code is the same either way.
     seen: the traced activations, in order, each once.
@@ -63,6 +64,7 @@ class ActivationLayout:
   gradient_dtype: jnp.dtype | None = None
   collective_matmul: bool = False
   reshard_after_forward: bool = True
+  on_cpus: bool = False
   seen: list[Constraint] = dataclasses.field(default_factory=list)
 
   def axes(self) -> set[str]:

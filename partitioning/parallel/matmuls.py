@@ -33,6 +33,7 @@ from partitioning.parallel.sharded_function import (
   SEQUENCE_DIM,
   Residual,
   Weight,
+  contracted,
   reduce_partial,
   sequence_axes,
   sharded,
@@ -116,8 +117,8 @@ def column_parallel(
   sequence, width = sequence_axes(residual), split_over(residual.width)
 
   def plain(x: jax.Array, *kernels: jax.Array) -> tuple[jax.Array, ...]:
-    triples = zip(inside, outputs, kernels, strict=True)
-    return tuple(jnp.einsum(f"{residual.inside},{ins}->{out}", x, k) for ins, out, k in triples)
+    pairs = zip(inside, kernels, strict=True)
+    return tuple(contracted(residual.inside, x, letters, kernel) for letters, kernel in pairs)
 
   def updated(x: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
     results = plain(x, *operands[: len(weights)])
@@ -178,7 +179,7 @@ def row_parallel(
   """
 
   def plain(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array]:
-    return (jnp.einsum(f"{x_letters},{inside}->{residual.inside}", x, kernel),)
+    return (contracted(x_letters, x, inside, kernel),)
 
   def updated(x: jax.Array, kernel: jax.Array, *operands: jax.Array) -> tuple[jax.Array]:
     [out] = updates.added(plain(x, kernel), x_letters, [residual.inside], x, operands)

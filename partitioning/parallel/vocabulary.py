@@ -17,6 +17,7 @@ from partitioning.parallel.sharded_function import (
   Residual,
   Stored,
   Weight,
+  contracted,
   gathered,
   reduce_partial,
   sequence_axes,
@@ -101,7 +102,7 @@ def chunked_logits(
     def chunk(found, wide_x, kernel, shard, number):
       if own_rows:
         kernel = with_gradient_of(kernel, shard, stored.moves)
-      logits = jnp.einsum(f"{residual.inside},{inside}->{output}", wide_x.astype(x.dtype), kernel)
+      logits = contracted(residual.inside, wide_x.astype(x.dtype), inside, kernel)
       logits = collectives.total(logits, width) if manual else logits
       return reduction.add(found, logits, targets, own + number * part)
 
