@@ -107,16 +107,13 @@ def library() -> dict[str, pathlib.Path]:
 
 
 def documents(text: str, split: str) -> list[bytes]:
-  """Returns the documents of `train` or `test`, in the order of a hash of their names.
-
-  A twentieth of them is for tests, chosen by another hash; of fewer than twenty, the end of each.
-  """
+  """Returns the documents of `train` or `test`, in the order of a hash of their names."""
   files = {name: pathlib.Path(name) for name in glob.glob(text)} if text else library()
   order, found = sorted(files, key=lambda name: hashlib.md5(f"{split}{name}".encode()).digest()), []
   for name in order:
     content = files[name].read_bytes()
     place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
-    if len(files) < 1 / TEST:
+    if len(files) < 1 / TEST:  # the end of each
       cut = round(len(content) * (1 - TEST))
       found.append(content[cut:] if split == "test" else content[:cut])
     elif (place < TEST) == (split == "test"):
@@ -160,10 +157,7 @@ class Rows:
     return {**found, "weights": there_BT.astype(np.float32)}
 
   def batch(self, step: int, size: int, seed: int) -> dict[str, np.ndarray]:
-    """Returns the batch of a step: a function of step and seed, so no data state is ever saved.
-
-    Epochs follow one another, each in an order of its own; a batch may have rows of two.
-    """
+    """Returns the batch of a step: a function of step and seed, so no data state is ever saved."""
     places = (divmod(row, self.count) for row in range(step * size, (step + 1) * size))
     return self.take(np.array([epoch_order(self.count, seed, one)[at] for one, at in places]))
 
@@ -171,6 +165,7 @@ class Rows:
 # ------------------------------ layout: names, letters, mesh axes ------------------------------
 
 AXES = ("data", "fsdp", "tensor")
+MESHES = ({}, {"data": 2}, {"fsdp": 2, "tensor": 2})  # on which `program` below is checked
 PARAMETERS = {  # name -> its dims; the layers' are stacked along L
   "embed/table": "VD",
   "layers/attention_norm/scale": "LD",
@@ -381,13 +376,9 @@ def loss_sums(params: dict, batch: dict, config: Config, layout: Layout) -> tupl
 
 
 def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.Schedule]:
-  """Returns AdamW behind clipping by the global norm, and step -> its learning rate.
-
-  The rate rises in a line from 1/warmup of the peak, and then falls in a cosine.
-  """
-  peak, warmup = config.learning_rate, config.warmup_steps
-  left = max(1, config.steps - warmup)
-  rates = optax.cosine_decay_schedule(peak, left, alpha=config.final_fraction)
+  """Returns AdamW behind clipping by the global norm, and its rates: a rise, then a cosine."""
+  peak, warmup, final = config.learning_rate, config.warmup_steps, config.final_fraction
+  rates = optax.cosine_decay_schedule(peak, max(1, config.steps - warmup), alpha=final)
   if warmup:
     rising = optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1))
     rates = optax.join_schedules([rising, rates], [warmup])
@@ -452,9 +443,6 @@ def named(tree: Any) -> dict[str, Any]:
   return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-CHECKPOINTS = "step_*.npz"
-
-
 def save(workdir: pathlib.Path, state: dict, config: Config) -> None:
   """Writes a checkpoint, and gives it its name when it is on the disk: all of it or nothing."""
   arrays = {name: np.asarray(leaf) for name, leaf in named(jax.device_get(state)).items()}
@@ -467,16 +455,12 @@ def save(workdir: pathlib.Path, state: dict, config: Config) -> None:
   folder = os.open(workdir, os.O_RDONLY)
   os.fsync(folder)
   os.close(folder)
-  for old in sorted(workdir.glob(CHECKPOINTS))[: -config.keep]:
+  for old in sorted(workdir.glob("step_*.npz"))[: -config.keep]:
     old.unlink()
 
 
 def restore(path: pathlib.Path, config: Config, placed: dict) -> dict:
-  """Returns the state of a checkpoint, placed on this mesh, whichever mesh it was written on.
-
-  Raises:
-    ValueError: it cannot be read, or is of another config.
-  """
+  """Returns the state of a checkpoint of this config, on this mesh, whichever one wrote it."""
   try:
     with np.load(path) as file:
       arrays = {name: file[name] for name in file.files}
@@ -532,15 +516,11 @@ def started(config: Config) -> tuple[Config, Layout]:
 
 
 def train(config: Config) -> dict:
-  """Trains up to the last step, from the newest checkpoint if there is one; returns the state.
-
-  Raises:
-    ValueError: something does not fit; then nothing was changed.
-  """
+  """Trains from the newest checkpoint to the last step; returns the state, or raises ValueError."""
   config, layout = started(config)
   program, workdir = Program(config, layout), pathlib.Path(config.workdir)
   training, test = Rows(config, "train"), Rows(config, "test")
-  if found := sorted(workdir.glob(CHECKPOINTS)):
+  if found := sorted(workdir.glob("step_*.npz")):
     state = restore(found[-1], config, program.placed)
   else:
     state = program.init(jax.random.key(config.seed))
@@ -574,13 +554,40 @@ def train(config: Config) -> dict:
   return state
 
 
+def program(sizes: dict[str, int]) -> Any:
+  """Returns what `python main.py check` checks: a small step on a mesh, given as axis -> size."""
+  import checks  # of this alone
+
+  mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+  small = {"layers": 2, "model_size": 16, "feedforward_size": 24, "heads": 4, "kv_heads": 2}
+  small |= {"head_size": 6, "vocabulary_size": 64, "sequence_length": 12, "global_batch_size": 8}
+  # An epsilon far above any gradient: an update in proportion to it does not amplify rounding.
+  small |= {"separate_documents": True, "warmup_steps": 0, "epsilon": 1.0}
+  config, layout = started(Config(mesh, **small))
+  functions, shape = Program(config, layout), (config.global_batch_size, config.sequence_length)
+
+  def batch(seed: int) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(seed).integers
+    tokens, targets = draw(0, 64, (2, *shape), np.int32)
+    segments = 1 + np.cumsum(draw(0, 4, shape) == 0, axis=1, dtype=np.int32)  # documents
+    weights = draw(0, 3, shape).astype(np.float32)
+    return {"tokens": tokens, "targets": targets, "segments": segments, "weights": weights}
+
+  outputs = lambda state, batch: functions.logits(state["params"], batch)  # noqa: E731
+  described = checks.Description(outputs=outputs, layers=2, **{name: name for name in batch(0)})
+  state = lambda seed: functions.init(jax.random.key(seed))  # noqa: E731
+  placed = (functions.placed, functions.rows)
+  return checks.Program(functions.step, state, batch, layout.mesh, placed, described)
+
+
 def main(arguments: list[str]) -> None:
   """Trains by a command line."""
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   for field in dataclasses.fields(Config):
-    switch = {"action": argparse.BooleanOptionalAction} if field.type is bool else {}
-    given = {"default": field.default, **(switch or {"type": field.type})}
-    parser.add_argument(f"--{field.name}", help="default: %(default)r", **given)
+    given = {"type": field.type, "default": field.default, "help": "default: %(default)r"}
+    if field.type is bool:  # a flag and its opposite
+      given["action"] = argparse.BooleanOptionalAction
+    parser.add_argument(f"--{field.name}", **given)
   config = Config(**vars(parser.parse_args(arguments)))
   jax.config.update("jax_enable_x64", config.parameter_dtype == "float64")
   try:
