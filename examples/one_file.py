@@ -400,7 +400,6 @@ class Program:
   """
 
   def __init__(self, config: Config, layout: Layout):
-    """Compiles nothing yet."""
     optimizer, rates = make_optimizer(config)
 
     def init(key: jax.Array) -> dict:
@@ -414,6 +413,7 @@ class Program:
     def step(state: dict, batch: dict) -> tuple[dict, dict]:
       params, number = state["params"], state["step"]
       loss, grads = jax.value_and_grad(mean_loss)(params, batch)
+      grads = jax.lax.with_sharding_constraint(grads, stored)  # before all of them are read
       updates, moments = optimizer.update(grads, state["optimizer"], params)
       params = optax.apply_updates(params, updates)
       metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": rates(number)}

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from checks.__main__ import main as check
 from commands import eject
 from configs import dp4_tp2
 from configs.schema import finalize
@@ -206,5 +207,14 @@ def test_what_does_not_fit_is_refused(flags, said, tmp_path, capsys):
 def test_is_short_and_stands_alone():
   text = pathlib.Path(one_file.__file__).read_text()
   assert len(text.splitlines()) <= 600
-  modules = {name.split(".")[0] for _, name in imports(ast.parse(text))}
+  modules = {name.split(".")[0] for _, name in imports(ast.parse(text), deferred=False)}
   assert modules - sys.stdlib_module_names == {"jax", "numpy", "optax"}
+  deferred = {name for _, name in imports(ast.parse(text))} - {*sys.stdlib_module_names}
+  assert [name for name in deferred if name.split(".")[0] not in modules] == ["checks"]
+
+
+@pytest.mark.long
+def test_check_finds_nothing(capsys):
+  with jax.numpy_dtype_promotion("standard"):
+    code = check([one_file.__file__, "--attached", "--mesh=1", "--mesh=fsdp=2,tensor=2"])
+  assert code == 0, capsys.readouterr().out
