@@ -213,8 +213,9 @@ def test_is_short_and_stands_alone():
   assert [name for name in deferred if name.split(".")[0] not in modules] == ["checks"]
 
 
-@pytest.mark.long
-def test_check_finds_nothing(capsys):
+@pytest.mark.parametrize("only", ["budget", pytest.param("", marks=pytest.mark.long)])
+def test_check_finds_nothing(only, capsys):
+  meshes = ["--mesh=1", "--mesh=fsdp=2,tensor=2"]
   with jax.numpy_dtype_promotion("standard"):
-    code = check([one_file.__file__, "--attached", "--mesh=1", "--mesh=fsdp=2,tensor=2"])
+    code = check([one_file.__file__, "--attached", *meshes, f"--only={only}"])
   assert code == 0, capsys.readouterr().out
