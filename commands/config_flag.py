@@ -89,14 +89,17 @@ def run_in(value: str) -> str:
 def name(flag: flags.FlagHolder) -> str:
   """Returns `dp4_tp2_lm` for `--config=configs/dp4_tp2.py`: the strategy and the recipe.
 
-  Of a run's config it is the name of the run's folder.
+  Of a file that chooses model and data itself it is the file's name and its variant, where one is
+  given; of a run's config the name of the run's folder.
   """
   [*_, value] = config_values(sys.argv, flag.name)
   if run := run_in(value):
     return pathlib.PurePath(run).name
   path = config_flags.get_config_filename(flags.FLAGS[flag.name])
   strategy = os.path.splitext(os.path.basename(path))[0]
-  return f"{strategy}_{flag.value.argument}".replace("=", "-").replace(",", "_")
+  given, recipe = value.removeprefix(path).removeprefix(":"), flag.value.argument
+  named = given or ("" if "=" in recipe else recipe)
+  return f"{strategy}_{named}".rstrip("_").replace("=", "-").replace(",", "_")
 
 
 def keys(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, ConfigDict, str]]:

@@ -1,5 +1,7 @@
 """commands/words.py: what a word of a command line is."""
 
+import types
+
 import pytest
 
 from commands import config_flag, flags, words
@@ -113,3 +115,22 @@ def test_without_a_config_it_is_the_runs_or_the_one_of_the_readme(rewritten, mon
   default = f"--config={ROOT}/{words.DEFAULT}"
   assert of("train --workdir=runs/new") == f"{default} train --workdir=runs/new"
   assert capsys.readouterr().err == f"config: {words.DEFAULT}, since none is given\n"
+
+
+@pytest.mark.parametrize(
+  ("config", "recipe", "wanted"),
+  [
+    ("configs/dp8.py", "lm", "dp8_lm"),
+    ("configs/dp8.py:model=lm,data=text", "model=lm,data=text", "dp8_model-lm_data-text"),
+    ("configs/experiments/shakespeare_char.py", "model=lm,data=text", "shakespeare_char"),
+    ("configs/experiments/shakespeare_char.py:gpt", "model=lm,data=text", "shakespeare_char_gpt"),
+  ],
+)
+def test_the_default_workdir_is_named_by_the_file_and_what_was_asked_of_it(
+  monkeypatch, config, recipe, wanted
+):
+  monkeypatch.setattr("sys.argv", ["main.py", f"--config={config}"])
+  file = config.partition(":")[0]
+  monkeypatch.setattr(config_flag.config_flags, "get_config_filename", lambda _: file)
+  flag = types.SimpleNamespace(name="config", value=types.SimpleNamespace(argument=recipe))
+  assert config_flag.name(flag) == wanted
