@@ -74,6 +74,8 @@ class Case:
     Raises:
       ValueError: a sharding that does not fit its array; the message names the leaf.
     """
+    if state is not None:  # of another mesh, whose tree may hold other objects beside its arrays
+      state = jax.tree.unflatten(jax.tree.structure(self.start), jax.tree.leaves(state))
     trees = (self.start if state is None else state, self.rows if batch is None else batch)
     return tuple(
       jax.tree.map(to_devices, tree, placed)

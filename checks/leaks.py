@@ -97,12 +97,12 @@ def _changed(case: Case, tokens, rows, places) -> np.ndarray:
 
   before = outputs(case.rows)
   changed = np.zeros((len(rows), len(places), *tokens.shape), bool)
-  values = np.unique(tokens)
+  values = np.unique(tokens[_real(case, tokens)])  # without the one that pads
   for i, row in enumerate(rows):
     for j, place in enumerate(places):
       other = tokens.copy()
-      at = int(np.searchsorted(values, tokens[row, place]))
-      other[row, place] = values[(at + 1) % len(values)]
+      at = int(np.searchsorted(values, tokens[row, place], side="right"))
+      other[row, place] = values[at % len(values)]
       after = outputs(replaced(case.rows, case.describe.tokens, other))
       changed[i, j] = ((after != before) & ~(np.isnan(after) & np.isnan(before))).any(-1)
   return changed

@@ -43,7 +43,8 @@ class Description:
     causal: whether a position may depend on itself and earlier ones alone.
     window: how many positions attention sees, the own one included; 0: all.
     layers: of attention; with a window, what a position sees grows with each.
-    looks_ahead: 1 where `outputs` are losses whose targets are cut from `tokens` itself.
+    looks_ahead: 1 where `outputs` are losses whose targets are cut from `tokens` itself; -1 where
+      the program shifts the tokens, so that a position sees earlier ones alone.
     rows_in_any_order: whether the step is the same for rows in another order. False where
       randomness is drawn for each row, such as by dropout.
     replicated: regular expressions of the names of state leaves that are replicated on purpose.

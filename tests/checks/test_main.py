@@ -9,6 +9,7 @@ import pytest
 
 import checks
 from checks.__main__ import main
+from tests.docs import pages
 
 GIVES = """
 from tests.checks import decoder
@@ -74,6 +75,14 @@ def test_no_file_is_refused(capsys):
   assert main(["no_such_file.py"]) == 2
   assert "no_such_file.py: no such file" in capsys.readouterr().err
   assert main([]) == 2
+
+
+def test_the_program_of_the_page_is_one(tmp_path, capsys):
+  [(name, source)] = pages.files((pages.ROOT / "docs/check.md").read_text()).items()
+  path = tmp_path / name
+  path.write_text(source)
+  assert main([str(path), "--attached", "--only=replication,budget,leaks"]) == 0
+  assert "it needs describe.outputs" in capsys.readouterr().out
 
 
 def test_it_needs_jax_and_numpy_alone():
