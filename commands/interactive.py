@@ -167,13 +167,14 @@ def sample(job: Job, state: State, prompts: Sequence[str | bytes], **settings: A
     job: of `build`.
     state: as `train` returns it.
     prompts: texts.
-    **settings: fields of `inference.request.Request`, such as max_new_tokens; temperature and top_k
-      are those of `sample` by default.
+    **settings: fields of `inference.request.Request`, by default those of `sample`.
 
   Raises:
     ValueError: the model does not generate tokens, or a prompt is too long.
   """
-  usual = {"temperature": TEMPERATURE, "top_k": min(TOP_K, text_spec(job.config).drawable)}
+  spec = text_spec(job.config)
+  usual = {"temperature": TEMPERATURE, "top_k": min(TOP_K, spec.drawable)}
+  usual["max_new_tokens"] = spec.fitting(prompts)
   request = Request(tuple(prompts), **{**usual, **settings})
   drawn = Sampler(job, request)(state.params, request, variables=state.variables)
   return [one.decode(errors="replace") for one in drawn]

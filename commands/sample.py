@@ -47,7 +47,8 @@ def _prepare_prompts(watch: Watchdog) -> Callable[[], int]:
   ready, location = build.of_checkpoint()
   asked = not prompts and current().alone and sys.stdin.isatty() and sys.stdout.isatty()
   spec = text_spec(ready.config)
-  request = _request(spec, tuple(prompts or [""]), flags.MAX_NEW_TOKENS.value)
+  prompts, most = tuple(prompts or [""]), flags.MAX_NEW_TOKENS
+  request = _request(spec, prompts, most.value if flags.given(most) else spec.fitting(prompts))
   # Of texts that are asked for in turn, each takes what is left of its row.
   check(spec, dataclasses.replace(request, max_new_tokens=1) if asked else request)
   model = _restored(ready, location, request.prompts)

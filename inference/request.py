@@ -18,6 +18,7 @@ OPENINGS = {"python_source": "def "}
 WORDS, ROWS = 6, 16  # of that beginning, if it is no conversation; rows that are tried
 # Where a person looks: the likelier tokens, which say more about a model than rare ones do.
 TEMPERATURE, TOP_K = 0.8, 50
+MAX_NEW_TOKENS = 64  # by default, where a row has room for them
 
 Prompt = str | bytes | tuple[int, ...]
 
@@ -33,6 +34,7 @@ class TextSpec:
     sequence_length: the most tokens of a row.
     vocabulary_size: of the model; it knows the tokens below.
     chat_template: `data.chat_template`; "": the tokenizer's own.
+    positions: the most tokens of any row: later positions are not learned; 0: there is no limit.
   """
 
   model: str
@@ -41,6 +43,12 @@ class TextSpec:
   sequence_length: int
   vocabulary_size: int
   chat_template: str
+  positions: int = 0
+
+  def fitting(self, prompts: Sequence[Prompt], most: int = MAX_NEW_TOKENS) -> int:
+    """Returns how many tokens, at most so many, can be drawn behind each prompt; at least 1."""
+    longest = max((len(tokens) for tokens in self.encoded(prompts)), default=0)
+    return max(1, min(most, self.sequence_length - longest))
 
   @property
   def drawable(self) -> int:
@@ -100,6 +108,7 @@ def text_spec(config: ConfigDict) -> TextSpec:
     data.sequence_length,
     model.get("vocabulary_size") or 0,
     data.get("chat_template") or "",
+    0 if model.get("positions") in (None, "rotary") else model.max_positions,
   )
 
 
@@ -128,7 +137,7 @@ class Request:
   """
 
   prompts: tuple[Prompt, ...]
-  max_new_tokens: int = 64
+  max_new_tokens: int = MAX_NEW_TOKENS
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
@@ -184,12 +193,19 @@ def _prompts(spec: TextSpec, request: Request) -> Iterator[str]:
     if new >= 1 and length + new > limit:
       shorter = [f"shorten the prompt to {limit - new}"] if new < limit else []
       fewer = [f"set max_new_tokens={limit - length}"] if length < limit else []
-      ways = ", ".join([*shorter, *fewer, "or raise data.sequence_length for this command"])
+      ways = [*shorter, *fewer]
+      if spec.positions > limit:
+        ways.append(f"or raise data.sequence_length up to model.max_positions={spec.positions}")
+      elif not spec.positions:
+        ways.append("or raise data.sequence_length for this command")
+      note = f"its positions are learned, model.max_positions={spec.positions} of them"
+      if not spec.positions:
+        note = "rotary positions have no limit, but longer texts are untrained"
       yield (
         f"prompt {number} is {length} tokens{' (bytes)' * of_bytes} long, with "
         f"max_new_tokens={new} together "
         f"{length + new}; the limit is data.sequence_length={limit}, the positions that the model "
-        f"was trained on; {ways} (rotary positions have no limit, but longer texts are untrained)"
+        f"was trained on; {', '.join(ways)} ({note})"
       )
     if max(tokens) >= choices:
       place = int(np.argmax(tokens >= choices))

@@ -41,7 +41,9 @@ def test_prompts_in_a_terminal(main, forks, tmp_path):
     terminal.wait_for("; the first after")
     terminal.press(b"\x04")
     assert terminal.end() == 0
-  # Of a pipe nothing is asked for: a document is begun, as before.
+  # Of a pipe nothing is asked for: a document is begun, as before, for as long as a row has room.
+  code, out, err = main(*sample, "--prompt=0123456789abcde")
+  assert (code, err) == (0, "")
   code, out, err = main(*sample, "--temperature=0", "--max_new_tokens=3")
   assert (code, err) == (0, "")
   assert "> " not in out
