@@ -354,12 +354,14 @@ class Plan:
     tensors: name -> the parameters that it holds.
     sizes: letter -> size in the folder.
     small: name -> content of the other files, the last of which is written last.
+    zeros: biases that the model does not have and its family does.
   """
 
   files: Sequence[WeightFile]
   tensors: Mapping[str, name_maps.Tensor]
   sizes: Mapping[str, int]
   small: Mapping[str, bytes]
+  zeros: frozenset[str] = frozenset()
 
   @property
   def bytes(self) -> int:
@@ -385,7 +387,11 @@ def planned(
     small: name -> content of files that are written as they are.
     dtypes: name -> dtype of tensors that have another.
   """
-  tensors = name_maps.tensors(spec, described["model_type"])
+  biases = hf_config.read(described, CONFIG).model["biases"]
+  biased = dataclasses.replace(spec, biases=biases)
+  tensors = name_maps.tensors(biased, described["model_type"])
+  parts = (part.parameter for tensor in tensors.values() for part in tensor.parts)
+  zeros = frozenset(name for name in parts if not spec.optional_letters(name))
   found = [
     (name, tensor.shape, (dtypes or {}).get(name, dtype)) for name, tensor in tensors.items()
   ]
@@ -394,7 +400,7 @@ def planned(
   )
   last = {hf_folder.INDEX: json_bytes(safetensors_file.index(files))}
   last = (last if len(files) > 1 else {}) | {CONFIG: json_bytes(described)}
-  return Plan(files, tensors, name_maps.sizes_of(spec), {**small, **last})
+  return Plan(files, tensors, name_maps.sizes_of(spec), {**small, **last}, zeros)
 
 
 def stored_dtypes(location: str, spec: DecoderSpec, key: str) -> dict[str, str]:
@@ -595,6 +601,14 @@ def _arrays(
       parts = {
         (part.parameter, part.place): fetch(part.parameter, part.place, one.dtype, here)
         for part in tensor.parts
+        if part.parameter not in plan.zeros
+      }
+      parts |= {
+        (part.parameter, part.place): np.zeros(
+          [plan.sizes[letter] for letter in part.letters], jnp.dtype(one.dtype)
+        )
+        for part in tensor.parts
+        if part.parameter in plan.zeros
       }
       if here:
         yield name_maps.joined(tensor, plan.sizes, lambda *key, parts=parts: parts[key])

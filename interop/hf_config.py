@@ -273,16 +273,18 @@ def write(ours: Ours, positions: int, model_type: str = "") -> dict[str, Any]:
     ValueError: no family, or not this one, can express the model; with the keys that differ.
   """
   misses: dict[str, list[str]] = {}
-  for name in [model_type] if model_type else FAMILIES:
-    family = FAMILIES[name]
+  names = [model_type] if model_type else [*FAMILIES]
+  # Where none has the model as it is, one may have it with biases, which are written as zeros.
+  for name, biased in [*((one, False) for one in names), *((one, True) for one in names)]:
+    family, keys = FAMILIES[name], _biased(ours, name) if biased else ours
     found = {
       "architectures": [family.architecture],
       "model_type": name,
       family.positions: positions,
     }
     for part in family.parts:
-      found.update(part.write(ours))
-    misses[name] = _differing(ours, found)
+      found.update(part.write(keys))
+    misses[name] = _differing(keys, found)
     if not misses[name]:
       return found
   name = min(misses, key=lambda one: len(misses[one]))
@@ -290,6 +292,13 @@ def write(ours: Ours, positions: int, model_type: str = "") -> dict[str, Any]:
   raise ValueError(
     f"no model_type of transformers is this model; the nearest, {name!r}, cannot express:\n{lines}"
   )
+
+
+def _biased(ours: Ours, name: str) -> Ours:
+  """Returns keys of `model` with all biases of a family, if these are more than the model has."""
+  theirs = FAMILIES[name].fixed.get("biases", "none")
+  more = {*bias_names(ours)} < {*bias_names({**ours, "biases": theirs})}
+  return {**ours, "biases": theirs} if more else ours
 
 
 def _differing(ours: Ours, found: Theirs) -> list[str]:

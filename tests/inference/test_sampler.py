@@ -453,9 +453,7 @@ def test_learned_positions_end_where_they_were_learned():
   learned = {"model.positions": "learned", "model.max_positions": 15}
   spec = text_spec(make_job("single", "lm", **learned).config)
   assert (spec.fitting((b"\1" * 8, b"\2")), spec.fitting((b"\1",), most=5)) == (4, 5)
-  with pytest.raises(
-    ValueError, match=r"_tokens=4, or raise data\.sequence_length up to "
-  ):
+  with pytest.raises(ValueError, match=r"_tokens=4, or raise data\.sequence_length up to "):
     check(spec, Request((b"\1" * 8,), max_new_tokens=5))
   whole = dataclasses.replace(spec, sequence_length=15)
   with pytest.raises(ValueError, match=r"set max_new_tokens=7 \(its positions are learned, model"):

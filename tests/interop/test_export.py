@@ -465,3 +465,18 @@ def test_a_model_with_mup_is_one_that_divides_its_logits():
   config.model.base_width = 128
   described = described_of(finalize.finalize(config, "cpu"))
   assert described["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("biases", ["none", "mlp"])
+def test_a_gpt_2_without_biases_has_zeros_in_their_place(biases, tmp_path):
+  job = families.job_of("gpt2", **{"model.biases": biases})
+  arrays = families.drawn(job)
+  found, described = exported(tmp_path / "to", job, arrays, "float32")
+  assert described["model_type"] == "gpt2"
+  every = families.drawn(families.job_of("gpt2"))
+  absent = {name: np.zeros_like(x) for name, x in every.items() if name not in arrays}
+  assert len(absent) == (6 if biases == "none" else 4)
+  wanted = write_families.converted("gpt2", {**arrays, **absent})
+  assert found.keys() == wanted.keys()
+  for name, array in wanted.items():
+    np.testing.assert_array_equal(found[name], array, err_msg=name)
