@@ -31,8 +31,9 @@ from models.layers import MLPS, NORMS, dropout, named, rematerialized
 from models.losses import Sums
 from models.positions import Layer, Rows
 from models.spec import LATENT_ATTENTION, LAYERS, RESIDUAL, LayersSpec, under
+from partitioning.constraints import automatic_layout
 from partitioning.dtypes import scaled
-from partitioning.parallel.pipeline_schedule import stages_of
+from partitioning.parallel.pipeline_schedule import STAGE
 from runtime.extensions import Table
 from runtime.layer_kinds import is_sparse
 
@@ -312,6 +313,13 @@ def _of_periods(tree: Any, size: int) -> Any:
 # ------------------------------ the stacks of a decoder ------------------------------
 
 
+def _stages() -> int:
+  """Returns how many stages the layers are split over here; 1 inside of a stage."""
+  layout, sizes = automatic_layout()
+  axes = layout.parameters.get(layout.legend["L"].name, ())
+  return sizes[STAGE] if STAGE in axes else 1
+
+
 def blocks(
   model: Any,
   x_BRD: Float[Array, "B R D"],
@@ -324,7 +332,7 @@ def blocks(
 ) -> tuple[Float[Array, "B R D"], dict[str, jax.Array]]:
   """Returns what `Transformer.blocks` does, of a `Transformer`; arguments as there."""
   graphdef, stack = nnx.split(model.layers)
-  stages = stages_of("L")
+  stages = _stages()
   if stages == 1:
     return _run(model, graphdef, stack, x_BRD, rows, key, start, stop, first)
   count = model.spec.layers // stages
@@ -402,7 +410,7 @@ def extended(
     cache: of all layers.
   """
   graphdef, stack = nnx.split(model.layers)
-  stages = stages_of("L")
+  stages = _stages()
   count = model.spec.layers // stages
 
   def of_stage(stacked: Any, x_BRD: Array, given: Any, stage: Int[Array, ""] | int) -> tuple:

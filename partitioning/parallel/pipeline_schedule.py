@@ -20,8 +20,6 @@ import dataclasses
 import enum
 from typing import Any
 
-from partitioning.constraints import automatic_layout
-
 STAGE = "stage"  # the mesh axis
 GPIPE, ONE_F_ONE_B, INTERLEAVED = "gpipe", "1f1b", "interleaved"
 KINDS = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
@@ -124,14 +122,3 @@ class Schedule:
       microbatch, chunk = self.unit(backward)
       found.append(Unit(Work.BACKWARD, microbatch, self.chunks - 1 - chunk))
     return tuple(found)
-
-
-def stages_of(layers: str) -> int:
-  """Returns how many stages the layers are split over here; 1 inside of a stage.
-
-  Args:
-    layers: the letter of the dim of stacked layers.
-  """
-  layout, sizes = automatic_layout()
-  axes = layout.parameters.get(layout.legend[layers].name, ())
-  return sizes[STAGE] if STAGE in axes else 1

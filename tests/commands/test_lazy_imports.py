@@ -1,4 +1,4 @@
-"""What needs no JAX does not import it: help, refused command lines, and `prepare`."""
+"""What needs no JAX does not import it: help, refused command lines, pages, and `prepare`."""
 
 import pathlib
 import subprocess
@@ -36,10 +36,12 @@ def _run(*words: str, cwd=ROOT) -> list[str]:
     (("config", "--config=configs/dp8.py"), 0),
     (("train", "--config=configs/dp8.py", "--config.training.stepz=3"), 2),
     (("tarin", "--config=configs/dp8.py"), 2),
+    (("report", "{tmp}"), 0),
   ],
 )
-def test_command_lines_are_read_without_jax(words, code):
-  *_, exit_code, imported = _run(*words)
+def test_command_lines_are_read_without_jax(words, code, tmp_path):
+  (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+  *_, exit_code, imported = _run(*(word.format(tmp=tmp_path) for word in words))
   assert exit_code == f"exit {code}"
   assert imported == "imported []"
 
