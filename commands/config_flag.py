@@ -214,9 +214,9 @@ def _module(flag: str, value: str):
   Raises:
     ValueError: it cannot be imported.
   """
-  path = value.partition(":")[0]
+  path, colon, argument = value.partition(":")
   try:
-    return extensions.load(path)
+    return extensions.load(path, argument if colon else None)
   except (Exception, SystemExit) as error:
     innermost = traceback.extract_tb(error.__traceback__)[-1]
     if isinstance(error, ValueError) and innermost.filename == extensions.__file__:

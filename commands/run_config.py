@@ -38,14 +38,11 @@ def get_config(location: str) -> ConfigDict:
     raise ValueError(f"the config of {location} cannot be read ({error}); {fix}") from error
   if "argument" not in saved:
     raise ValueError(f"{origin} has no key 'argument', the recipe; {fix}")
-  for file in config_files:
-    path = extensions.ROOT / file
-    if not path.is_file():
-      raise ValueError(f"{location} was begun with {path}, which is not there; {fix}")
-    extensions.load(path)
+  for file, argument in config_files.items():
+    _execute(file, argument, f"{location} was begun with {file}", fix)
   config = base.get_config(saved["argument"])
   known = flat(plain(config))
-  own = any(pathlib.Path(file).is_absolute() for file in config_files)  # may have keys of its own
+  own = any(map(_is_users, config_files))  # which may have keys of its own
   if (unknown := [key for key in saved if key not in known]) and not own:
     raise ValueError(f"{origin}: unknown config keys {', '.join(unknown)}; {fix}")
   changed = {key: value for key, value in saved.items() if key not in known or known[key] != value}
@@ -59,21 +56,44 @@ def get_config(location: str) -> ConfigDict:
   return config
 
 
-def _saved(folder: epath.Path) -> tuple[epath.Path, dict[str, Any], list[str]]:
-  """Returns the file that has a run's config, its dotted keys, and the config files to execute.
+def _execute(file: str, argument: str | None, what: str, fix: str) -> None:
+  """Executes a config file; of a user's also `get_config`, which may change what it imports.
+
+  Raises:
+    ValueError: it is gone, or fails.
+  """
+  path = extensions.ROOT / file
+  if not path.is_file():
+    raise ValueError(f"{what}, which is not there; {fix}")
+  try:
+    module = extensions.load(path, argument)
+    if _is_users(file):
+      module.get_config(*([] if argument is None else [argument]))
+  except (Exception, SystemExit) as error:
+    raise ValueError(f"{what}, which fails: {extensions.error_text(error)}; {fix}") from error
+
+
+def _is_users(file: str) -> bool:
+  return pathlib.Path(file).is_absolute()
+
+
+def _saved(folder: epath.Path) -> tuple[epath.Path, dict[str, Any], dict[str, str | None]]:
+  """Returns the file that has a run's config, its dotted keys, and config file -> argument.
 
   Where the config as parsed is not there, it is the finalized one, of the workdir or a checkpoint.
   """
   given, resolved = folder / workdir_files.GIVEN, folder / workdir_files.CONFIG
-  config_files: list[str] = []
+  config_files: dict[str, str | None] = {}
   if given.exists():
     origin, found = given, files.read_json(given)
-    found, config_files = found["config"], found["config_files"]
+    found, config_files = found["config"], dict(found["config_files"])
   elif resolved.exists():
     origin, found = resolved, files.read_json(resolved)
   else:
     steps = [int(one.name) for one in (folder / "checkpoints").iterdir() if one.name.isdecimal()]
-    origin = folder / "checkpoints" / str(max(steps, default="(none)"))
+    if not steps:
+      raise ValueError(f"it has neither {given.name} nor {resolved.name} nor a checkpoint")
+    origin = folder / "checkpoints" / str(max(steps))
     found = integrity.read_json(origin, integrity.CONFIG)
   return origin, flat(found), config_files
 

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -181,11 +180,9 @@ def write_files(data: splits.Data, start: restore.Start) -> None:
   """Writes `config.json`, `given.json`, `layout.txt` and, if any are allowed, bad records."""
   ready, workdir, require = start.job, start.workdir, start.owner.require
   resolved, given = map(resume_policy.plain, (ready.config, ready.given or ready.config))
-  # A file of the project is found wherever the run is continued.
-  loaded = [str(path).removeprefix(f"{extensions.ROOT}{os.sep}") for path in extensions.loaded()]
   for name, values in (
     (workdir_files.CONFIG, resolved),
-    (workdir_files.GIVEN, {"config_files": loaded, "config": given}),
+    (workdir_files.GIVEN, {"config_files": extensions.arguments(), "config": given}),
   ):
     files.replace(workdir / name, files.json_text(values, indent=2) + "\n", require=require)
   text = layout_text.job_text(ready) + "\n"

@@ -52,7 +52,7 @@ def as_flags(
       found.append(word)
     elif _SETTING.match(word) and VERBS.get(verb, VERBS["train"]).config != "none":
       found.append(f"--config.{word}")
-    elif (verb == "config" or asks) and not _MEANS_PATH.search(word):
+    elif (verb == "config" or asks) and not (_MEANS_PATH.search(word) or run_folder(word)):
       found.append(word)  # a config key
     elif word not in VERBS and (place := _place(word)):
       places.append(place)

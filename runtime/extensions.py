@@ -28,7 +28,7 @@ _LIBRARIES = tuple(
   pathlib.Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")
 )
 _TABLES: list["Table"] = []
-_LOADED: dict[pathlib.Path, None] = {}  # in the order of `load`
+_LOADED: dict[pathlib.Path, str | None] = {}  # path -> argument, in the order of `load`
 
 
 class Table(dict):
@@ -64,11 +64,15 @@ class Table(dict):
     return value
 
 
-def load(path: str | os.PathLike) -> ModuleType:
+def load(path: str | os.PathLike, argument: str | None = None) -> ModuleType:
   """Executes a config file and returns its module; it can import modules from its folder.
 
   Its folder is last on the path, so that it cannot shadow the project's modules or a library's.
   While the file runs, `sys.modules[__name__]` is its module.
+
+  Args:
+    path: of the file.
+    argument: with which its `get_config` will be called; None: without.
 
   Raises:
     ValueError: the folders of two config files have modules with the same name, of which Python
@@ -84,13 +88,18 @@ def load(path: str | os.PathLike) -> ModuleType:
   module = importlib.util.module_from_spec(spec)
   sys.modules[name] = module
   spec.loader.exec_module(module)
-  _LOADED[path] = None
+  _LOADED[path] = argument
   return module
 
 
 def loaded() -> list[pathlib.Path]:
   """Returns the config files that `load` has executed, so that other processes load the same."""
   return [*_LOADED]
+
+
+def arguments() -> dict[str, str | None]:
+  """Returns path -> argument of what `load` has executed; a file of the project is relative."""
+  return {str(path).removeprefix(f"{ROOT}{os.sep}"): one for path, one in _LOADED.items()}
 
 
 def registered(what: str, name: str) -> Any:

@@ -13,7 +13,14 @@ OWNERS = {flag.name: verbs for flag, verbs in flags.OWNERS}
 @pytest.fixture
 def rewritten(tmp_path, monkeypatch):
   """Returns a function from words to the words and flags that they become."""
-  for file in ("dp8.py", "lr=0.1", "runs/a/given.json", "runs/b/checkpoints/100/x", "runs/c.py"):
+  for file in (
+    "dp8.py",
+    "lr=0.1",
+    "runs/a/given.json",
+    "runs/b/checkpoints/100/x",
+    "runs/c.py",
+    "mine/metrics.jsonl",
+  ):
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).touch()
   for folder in ("empty", "sample", "runs/a/checkpoints/4", "runs/c"):
@@ -55,6 +62,7 @@ A = "--config=RUN:runs/a --workdir=runs/a"
       "export --config=RUN:runs/a --checkpoint=runs/a/checkpoints/4 --workdir=runs/a --to=x",
     ),
     ("config seed runs/a training", "config --config=RUN:runs/a seed training"),
+    ("config seed mine", "config --config=RUN:mine seed"),
     ("prepare runs/a", "prepare --config=RUN:runs/a"),  # which has no --workdir
     ("report runs/a lr=0.1 seed=1", "report runs/a lr=0.1 seed=1"),
     ("completion bash", "completion bash"),
