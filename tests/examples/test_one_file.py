@@ -182,6 +182,18 @@ def test_a_killed_run_resumes_to_the_bit(forks, tmp_path, capsys):
   assert sorted(ours.files) == sorted(its.files)
   for name in set(ours.files) - {"config"}:
     np.testing.assert_array_equal(ours[name], its[name])
+  # On another mesh.
+  config = one_file.Config(**{**json.loads(str(its["config"])), "mesh": "data=2,fsdp=2"})
+  config, layout = one_file.started(config)
+  with jax.numpy_dtype_promotion("standard"):
+    placed = one_file.Program(config, layout).placed
+  state = one_file.restore(tmp_path / "whole" / "step_00000060.npz", config, placed)
+  for (name, leaf), sharding in zip(
+    one_file.named(state).items(), jax.tree.leaves(placed), strict=True
+  ):
+    np.testing.assert_array_equal(leaf, its[name])
+    assert leaf.sharding == sharding
+  assert state["params"]["final_norm/scale"].addressable_shards[0].data.shape == (8,)
   with pytest.raises(SystemExit), jax.numpy_dtype_promotion("standard"):
     one_file.main([*flags, "--beta_2=0.9", f"--workdir={tmp_path / 'whole'}"])
   assert "beta_2 was 0.95 and is 0.9" in capsys.readouterr().err
