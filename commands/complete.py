@@ -213,7 +213,47 @@ def _dotted(typed: str, keys: Mapping[str, Sequence], end: str, prefix: str = ""
       yield f"{prefix}{key}{end}", meaning
 
 
+# Table of a user's parts -> the keys that name one.
+_TABLES = {
+  "MLPS": ("model.mlp",),
+  "ATTENTION": ("model.attention",),
+  "NORMS": ("model.norm",),
+  "ACTIVATIONS": ("model.activation",),
+  "POSITION_EMBEDDINGS": ("model.positions",),
+  "METRICS": ("training.metrics", "evaluation.metrics"),
+}
+
+
 def _keys(config: str | None, known: Mapping) -> Mapping[str, Sequence]:
+  """Returns the keys of the config that is given, with what its file and those it imports register.
+
+  The files are read, not executed.
+  """
+  found = dict(_of_recipe(config, known))
+  path = (config or "").partition(":")[0]
+  path = os.path.expanduser(path if path.endswith(".py") else f"{path}.py")
+  left, seen = [path], set()
+  while left:
+    path = left.pop()
+    if path in seen or os.path.abspath(path).startswith(ROOT + os.sep) or not os.path.isfile(path):
+      continue
+    seen.add(path)
+    with contextlib.suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
+      text = file.read()
+      left += [
+        os.path.join(os.path.dirname(path), f"{name}.py")
+        for name in re.findall(r"^(?:import|from) (\w+)", text, re.M)
+      ]
+      for table, name in re.findall(r"\b([A-Z_]+)\.register\(\s*[\"']([\w.]+)[\"']", text):
+        if table == "KEYS":
+          found[name] = [[], ""]
+        for key in _TABLES.get(table, ()):
+          words, meaning = found.get(key, ((), ""))
+          found[key] = [[*words, name], meaning]
+  return found
+
+
+def _of_recipe(config: str | None, known: Mapping) -> Mapping[str, Sequence]:
   """Returns the keys of the recipe that `--config` names; of all where there is none."""
   file, _, argument = (config or "").partition(":")
   model = re.sub(r"^.*model=|,.*$", "", argument) if "=" in argument else argument
