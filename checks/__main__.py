@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from checks import budget, equality, invariance, leaks, page, replication, report
 from checks.case import Case
-from checks.program import given, load, parse_sizes
+from checks.program import DescriptionError, given, load, parse_sizes
 
 CHECKS: dict[str, Callable[[Sequence[Case]], list[report.Outcome]]] = {
   "replication": replication.check,
@@ -41,7 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
       raise
     print(f"refused: {error}", file=sys.stderr)
     return report.REFUSED
-  outcomes = [outcome for name in chosen for outcome in CHECKS[name](cases)]
+  try:
+    outcomes = [outcome for name in chosen for outcome in CHECKS[name](cases)]
+  except DescriptionError as error:
+    print(f"refused: {error}", file=sys.stderr)
+    return report.REFUSED
   found = report.Report(options.file, outcomes)
   print(report.text(found))
   if options.json:

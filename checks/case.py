@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from checks.program import Description, Program, text_of
+from checks.program import Description, DescriptionError, Program, text_of
 
 # jax.experimental.enable_x64 until jax 0.8.
 x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
@@ -192,20 +192,20 @@ def replaced(tree: Any, name: str, value: Any) -> Any:
   """Returns a tree with another leaf; `name` is its path.
 
   Raises:
-    ValueError: it has no such leaf.
+    DescriptionError: it has no such leaf.
   """
   leaves = named_leaves(tree)
   if name not in leaves:
-    raise ValueError(f"describe names the leaf {name!r}; there are {', '.join(leaves)}")
+    raise DescriptionError(f"describe names the leaf {name!r}; there are {', '.join(leaves)}")
   values = [value if key == name else leaf for key, leaf in leaves.items()]
   return jax.tree.unflatten(jax.tree.structure(tree), values)
 
 
 def leaf_of(tree: Any, name: str) -> Any:
-  """Returns the leaf of a path. Raises ValueError if there is none."""
+  """Returns the leaf of a path. Raises DescriptionError if there is none."""
   leaves = named_leaves(tree)
   if name not in leaves:
-    raise ValueError(f"describe names the leaf {name!r}; there are {', '.join(leaves)}")
+    raise DescriptionError(f"describe names the leaf {name!r}; there are {', '.join(leaves)}")
   return leaves[name]
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from checks import jaxprs
 from checks.case import Case, is_float, named_leaves, to_host, x64
+from checks.program import DescriptionError
 from checks.report import Finding, Outcome
 from runtime.collectives import size_text
 
@@ -146,10 +147,10 @@ def train(case: Case, *, wide: bool, start: Any = None, halves: bool = False) ->
 
 
 def loss_of(metrics: Any, name: str) -> Any:
-  """Returns the loss among the metrics. Raises ValueError if it is not there."""
+  """Returns the loss among the metrics. Raises DescriptionError if it is not there."""
   leaves = named_leaves(metrics)
   if name not in leaves:
-    raise ValueError(f"the metrics have no {name!r} (Description.loss); {', '.join(leaves)}")
+    raise DescriptionError(f"the metrics have no {name!r} (Description.loss); {', '.join(leaves)}")
   return leaves[name]
 
 

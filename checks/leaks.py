@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from checks.case import Case, is_float, leaf_of, replaced, to_host
+from checks.program import DescriptionError
 from checks.report import Finding, Outcome
 
 _MOST_POSITIONS = 48  # that are changed, in each of
@@ -54,7 +55,9 @@ def check_one(case: Case) -> Outcome:
 def _chosen(tokens: np.ndarray) -> tuple[list[int], np.ndarray]:
   """Returns the rows and the positions that are changed, spread evenly."""
   if tokens.ndim != 2:
-    raise ValueError(f"describe.tokens must be [rows, positions], and is {list(tokens.shape)}")
+    raise DescriptionError(
+      f"describe.tokens must be [rows, positions], and is {list(tokens.shape)}"
+    )
   rows = np.unique(np.linspace(0, len(tokens) - 1, _MOST_ROWS).astype(int)).tolist()
   count = min(tokens.shape[1], _MOST_POSITIONS)
   return rows, np.unique(np.linspace(0, tokens.shape[1] - 1, count).astype(int))
@@ -90,7 +93,7 @@ def _changed(case: Case, tokens, rows, places) -> np.ndarray:
   def outputs(batch) -> np.ndarray:
     found = to_host(run(state, case.place(batch=batch)[1]))
     if found.shape[:2] != tokens.shape:
-      raise ValueError(
+      raise DescriptionError(
         f"describe.outputs gives {list(found.shape)}, and must begin with {list(tokens.shape)}"
       )
     return found.reshape(*tokens.shape, -1)

@@ -25,6 +25,10 @@ Sizes = Mapping[str, int]
 DEFAULT_MESHES: tuple[Sizes, ...] = ({}, {"data": 8})
 
 
+class DescriptionError(ValueError):
+  """A description that does not fit the program."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Description:
   """What is known of a program beyond its step. A check that lacks what it needs is skipped.

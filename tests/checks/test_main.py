@@ -71,6 +71,16 @@ def test_what_is_no_program_is_refused(source, words, message, tmp_path, capsys)
   assert message in capsys.readouterr().err
 
 
+def test_a_description_that_does_not_fit_is_refused(tmp_path, capsys):
+  path = tmp_path / "its_step.py"
+  known = "import dataclasses\nfrom tests.checks import decoder\ndef program(mesh):\n"
+  known += "  it = decoder.program(mesh)\n"
+  known += '  describe = dataclasses.replace(it.describe, tokens="inputs")\n'
+  path.write_text(known + "  return dataclasses.replace(it, describe=describe)\n")
+  assert main([str(path), "--attached", "--only=leaks"]) == 2
+  assert "describe names the leaf 'inputs'; there are segments, ta" in capsys.readouterr().err
+
+
 def test_no_file_is_refused(capsys):
   assert main(["no_such_file.py"]) == 2
   assert "no_such_file.py: no such file" in capsys.readouterr().err
