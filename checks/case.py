@@ -188,25 +188,18 @@ def path_text(path: Any) -> str:
   return "/".join(keys) or "value"
 
 
-def replaced(tree: Any, name: str, value: Any) -> Any:
-  """Returns a tree with another leaf; `name` is its path.
-
-  Raises:
-    DescriptionError: it has no such leaf.
-  """
-  leaves = named_leaves(tree)
-  if name not in leaves:
-    raise DescriptionError(f"describe names the leaf {name!r}; there are {', '.join(leaves)}")
-  values = [value if key == name else leaf for key, leaf in leaves.items()]
-  return jax.tree.unflatten(jax.tree.structure(tree), values)
-
-
 def leaf_of(tree: Any, name: str) -> Any:
   """Returns the leaf of a path. Raises DescriptionError if there is none."""
   leaves = named_leaves(tree)
   if name not in leaves:
     raise DescriptionError(f"describe names the leaf {name!r}; there are {', '.join(leaves)}")
   return leaves[name]
+
+
+def replaced(tree: Any, name: str, value: Any) -> Any:
+  """Returns a tree with another leaf at a path that it has."""
+  leaves = named_leaves(tree) | {name: value}
+  return jax.tree.unflatten(jax.tree.structure(tree), list(leaves.values()))
 
 
 def is_float(leaf: Any) -> bool:
