@@ -412,11 +412,12 @@ class Run:
 
   def summary(self) -> str:
     """Returns a summary of the run, in lines."""
-    return (
+    steps = (
       f"{'stopped' if self.stopped else 'done'}: {self.done - self._start.step} steps in "
       f"{duration(self._meter.seconds)} without evaluation; "
-      f"{100 * self._meter.wait_share:.2f} % of it waiting for data\n{self._goodput.text()}"
+      f"{100 * self._meter.wait_share:.2f} % of it waiting for data"
     )
+    return "\n".join(filter(None, (steps, self._goodput.text())))
 
 
 @dataclasses.dataclass(frozen=True)

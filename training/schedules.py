@@ -89,7 +89,8 @@ def change_text(old: Mapping[str, Any], keys: Any, total: int, steps: int, done:
     return ""
   how = f"the schedule is that of a run of {steps:,} steps, {keys.warmup_steps:,} of them warm-up"
   if changes and changes[-1][0] == done and changes[-1][2] == "restart":
-    how = f"it warms up again from {reached:.3g}, and then is decayed over the further steps"
+    peak = f"{keys.learning_rate:.3g}"
+    how = f"it warms up again from {reached:.3g} to {peak}, and decays over the further steps"
   elif changes and done >= total:
     how = (
       "it stays where it has ended; --config.optimizer.schedule_on_resume=restart warms up again"

@@ -86,11 +86,15 @@ def test_raised_after_the_end_it_stays_or_warms_up_again(resumed, forty):
   again = f"{how}restart"
   rising, left = 0.1 + 0.9 * (STEPS - 39) / 2, cosine((STEPS - 42) / 18)
   wanted = np.where(STEPS < 40, FORTY, np.where(STEPS < 42, rising, left) * PEAK)
-  for _ in range(2):  # the same command again changes nothing
+  peak = f"it warms up again from 0.0002 to {PEAK:.3g}, and decays over the further steps"
+  for expected in (
+    peak,
+    "nothing to do: all 60 steps are done",
+  ):  # the same command again changes nothing
     code, said, rates = resumed(40, again, SIXTY)
     assert code == 0, said
+    assert expected in said
     np.testing.assert_allclose(rates, wanted, rtol=1e-5)
-  assert "nothing to do: all 60 steps are done" in said
 
 
 def test_another_schedule_is_asked_for(resumed):

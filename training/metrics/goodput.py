@@ -27,6 +27,7 @@ _UNDONE = ("step", "input_wait", "save", "evaluation")
 
 # A longer pause than this means a wrong clock, or a run that was set aside.
 MOST_PAUSE_SECONDS = 7 * 24 * 3600
+LEAST_SECONDS = 60.0  # of a run that the console says it of: shorter ones are mostly start
 _IMPORTED = time.monotonic()
 _LONGEST_IMPORT_SECONDS = 3600.0  # from the start of a process until it imports this
 
@@ -93,9 +94,11 @@ class Goodput:
     }
 
   def text(self) -> str:
-    """Returns a line for the console."""
+    """Returns a line for the console; "" of a run that took less than a minute."""
     self.switch(self._bin)
     whole = sum(self._seconds.values())
+    if whole < LEAST_SECONDS:
+      return ""
     parts = ", ".join(f"{BINS[name]} {100 * s / whole:.1f} %" for name, s in self._seconds.items())
     return f"goodput {100 * self._seconds['step'] / whole:.1f} % of {duration(whole)}: {parts}"
 
