@@ -90,10 +90,8 @@ def with_others(keys: ConfigDict, workdir: epath.Path, act: Callable[[Watchdog],
     text = f"error: {printable(named)}" if told else traceback.format_exc()
     from processes import crash_output  # which a single process does not need
 
-    if crash_output.is_of_a_peer(error):
-      crash_output.show(text)
-    else:
-      print(f"{groups.label()}{text}", file=sys.stderr, flush=True)
+    label = "" if crash_output.is_of_a_peer(error) else groups.label()
+    crash_output.print_error(f"{label}{text}", error)
     if group.alone:
       return exit_codes.FAILED
     groups.leave(exit_codes.FAILED, patience_seconds=3)

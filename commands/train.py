@@ -148,8 +148,13 @@ def _failed(error: Exception, watch: Watchdog, *, everywhere: bool) -> int:
   """
   watch.tell("failed", str(error))
   if watch.group.first or not everywhere:
-    label = "" if everywhere else groups.label()
-    print(f"error: {label}{printable(error)}", file=sys.stderr, flush=True)
+    text = f"error: {'' if everywhere else groups.label()}{printable(error)}"
+    if watch.group.alone:
+      print(text, file=sys.stderr, flush=True)
+    else:
+      from processes import crash_output  # which a single process does not need
+
+      crash_output.print_error(text, error)
   return (
     exit_codes.FAILED if watch.group.alone else groups.leave(exit_codes.FAILED, patience_seconds=3)
   )

@@ -14,14 +14,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 
 _BEGINS = re.compile(
   rb"terminate called|libc\+\+abi: terminating|Fatal Python error: |Traceback \(most recent|"
-  rb"\*\*\* |[EF]\d{4} \d\d:\d\d:.*(coordination|distributed|client\.h)"
+  rb"\*\*\* |[EF]\d{4} \d\d:\d\d:.*(coordination|distributed|client\.h)|error: .*Gloo "
 )
 _PEER = re.compile(
-  rb"gloo::|Gloo \S+ failed|Connection (closed|reset) by peer|detected fatal errors|"
+  rb"gloo::|Gloo .{1,80} failed|Connection (closed|reset) by peer|detected fatal errors|"
   rb"ncclRemoteError|remote process exited"
 )
 _HELD_SECONDS = 2.0  # after which what has begun like a crash, in a process that lives, is printed
@@ -58,6 +60,7 @@ def divert(folder: str, index: int, who: str) -> None:
   sys.stderr = open(  # noqa: SIM115 - as long as the process runs
     terminal, "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace"
   )
+  threading.excepthook = _print_of_thread
   os.dup2(write, 2)
   for descriptor in (read, write):
     os.close(descriptor)
@@ -71,10 +74,21 @@ def is_of_a_peer(error: BaseException) -> bool:
   return bool(_helpers and _PEER.search(str(error).encode(errors="replace")))
 
 
-def show(text: str) -> None:
-  """Prints a traceback where crashes are looked for."""
+def print_error(text: str, error: BaseException) -> None:
+  """Prints what is said of an error, where crashes are looked for if a peer has caused it."""
+  if not is_of_a_peer(error):
+    print(text, file=sys.stderr, flush=True)
+    return
   with open(os.dup(2), "w", errors="backslashreplace") as file:
-    file.write(text)
+    file.write(f"{text.rstrip()}\n")
+
+
+def _print_of_thread(args: threading.ExceptHookArgs) -> None:
+  """Prints the error of a thread, likewise."""
+  if args.exc_value is not None and is_of_a_peer(args.exc_value):
+    print_error("".join(traceback.format_exception(args.exc_value)), args.exc_value)
+  else:
+    threading.__excepthook__(args)
 
 
 class _Reader:

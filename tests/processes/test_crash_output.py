@@ -27,6 +27,21 @@ OTHER = [
   "F1124 08:33:58.254115   32493 array.cc:80] Check failed: a == b",
   "*** Check failure stack trace: ***",
 ]
+CLOSED = "Gloo AllGather failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:20181"
+# What Python has seen: an error of the loop, of a save, and of a thread.
+_STACK = "Traceback (most recent call last):\\n  File x\\n"
+OF_PYTHON = {
+  "traceback": f"crash_output.print_error('{_STACK}{CLOSED}', RuntimeError({CLOSED!r}))",
+  "save": f"crash_output.print_error('error: saving step 13: {CLOSED}', RuntimeError({CLOSED!r}))",
+  "thread": f"""
+import threading
+def fail():
+  raise RuntimeError("Gloo context initialization failed: {CLOSED}")
+thread = threading.Thread(target=fail)
+thread.start()
+thread.join()
+""",
+}
 FATAL = ["Fatal Python error: Aborted", *STACKS]
 
 
@@ -68,16 +83,19 @@ def test_the_death_of_a_peer_is_one_line_and_the_stacks_are_in_a_file(tmp_path, 
   assert file.read_text().splitlines() == [*lines, *FATAL]
 
 
-def test_an_error_that_python_has_seen_is_one_line_too(tmp_path):
-  text = (
-    "Traceback (most recent call last):\\n  File x\\nJaxRuntimeError: UNKNOWN: Gloo all-reduce "
-    "failed: [external/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:33435\\n"
-  )
-  after = f'assert crash_output.is_of_a_peer(RuntimeError("{text}"))\ncrash_output.show("{text}")'
+@pytest.mark.parametrize("after", OF_PYTHON.values(), ids=OF_PYTHON)
+def test_an_error_that_python_has_seen_is_one_line_too(tmp_path, after):
   done = run(tmp_path, [], "os._exit(1)", after=after)
   assert {*done.stderr.splitlines()[:-1]} == BEFORE, done.stderr
   assert done.stderr.splitlines()[-1].startswith("process 3 (host): another process has died")
   assert "Connection closed by peer" in (tmp_path / "crash-process-3.txt").read_text()
+
+
+def test_an_error_of_a_thread_without_a_peer_is_printed_in_full(tmp_path):
+  after = OF_PYTHON["thread"].replace("Gloo context", "A context").replace(CLOSED, "no file")
+  done = run(tmp_path, [], "os._exit(1)", after=after)
+  assert done.stderr.splitlines()[-1] == "RuntimeError: A context initialization failed: no file"
+  assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("lines", [[*OTHER, *FATAL], FATAL, ["no end"]])
