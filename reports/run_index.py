@@ -52,12 +52,20 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-  """A column of the table: its title, and a cell for each run."""
+  """A column of the table.
+
+  Attributes:
+    title: its head.
+    cells: one for each run.
+    kind: `number` or `text`.
+    rank: by which a terminal too narrow for all leaves columns out, the largest first; None: it
+      never has this one.
+  """
 
   title: str
   cells: Sequence[Cell]
-  kind: str = "number"  # or "text"
-  short: bool = True  # whether a terminal's table has it
+  kind: str = "number"
+  rank: int | None = 1
 
 
 def html(runs: Sequence[Run], *, page: epath.Path, command: str = "") -> str:
@@ -139,16 +147,18 @@ _LARGEST = ("eval_accuracy",)  # of METRICS, whose best value is the largest
 
 
 def table(runs: Sequence[Run]) -> list[Column]:
-  """Returns the columns besides the name: state, config, metrics, time and cost."""
+  """Returns the columns besides the name: state, metrics, config, time and cost."""
   columns = [
     Column("state", [Cell(state(run), state(run)) for run in runs], "text"),
     Column("step", [Cell(_steps(run), run.done) for run in runs]),
   ]
-  for key, texts in varied(runs):
-    columns.append(Column(key, [_value(text) for text in texts], "text"))
   for key in _metrics(runs):
-    columns.append(Column(f"{METRICS[key]}, best", [_metric(run, key, _best) for run in runs]))
-    columns.append(Column("last", [_metric(run, key, _last) for run in runs], short=False))
+    columns.append(
+      Column(f"{METRICS[key]}, best", [_metric(run, key, _best) for run in runs], rank=0)
+    )
+    columns.append(Column("last", [_metric(run, key, _last) for run in runs], rank=None))
+  for key, texts in varied(runs):
+    columns.append(Column(key, [_value(text) for text in texts], "text", rank=2))
   seconds = [sum(run.times["seconds"].values()) if run.times else None for run in runs]
   columns.append(Column("time", [_timed(units.clock, one) for one in seconds]))
   for title, text, values in (
@@ -156,7 +166,7 @@ def table(runs: Sequence[Run]) -> list[Column]:
     ("cost", "{:,.2f}".format, [_cost(run) for run in runs]),
   ):
     if any(value is not None for value in values):
-      columns.append(Column(title, [_timed(text, value) for value in values], short=False))
+      columns.append(Column(title, [_timed(text, value) for value in values], rank=None))
   return columns
 
 
@@ -251,19 +261,25 @@ def _cost(run: Run) -> float | None:
 
 
 def terminal(runs: Sequence[Run], width: int) -> str:
-  """Returns the table as text: the columns from the left that fit, and the name of each run."""
+  """Returns the table as text: the name of each run, and the columns that fit."""
   runs = ordered(runs)
-  columns = [Column("run", [Cell(name) for name in names_of(runs)], "text"), *table(runs)]
-  lines = [""] * (len(runs) + 1)
-  for column in [one for one in columns if one.short]:
-    texts = [column.title, *(cell.text for cell in column.cells)]
-    widest = max(map(len, texts))
-    if column.title != "run" and len(lines[0]) + 2 + widest > width:
-      continue
-    pad = str.ljust if column.kind == "text" else str.rjust
-    between = "" if column.title == "run" else "  "
-    lines = [f"{line}{between}{pad(text, widest)}" for line, text in zip(lines, texts, strict=True)]
-  return "\n".join(line.rstrip() for line in lines)
+  names = Column("run", [Cell(name) for name in names_of(runs)], "text", rank=-1)
+  columns = [one for one in (names, *table(runs)) if one.rank is not None]
+  texts = {
+    place: [one.title, *(cell.text for cell in one.cells)] for place, one in enumerate(columns)
+  }
+  widths = {place: max(map(len, some)) for place, some in texts.items()}
+  kept, used = [], -2
+  for place in sorted(widths, key=lambda place: columns[place].rank):
+    if not kept or used + 2 + widths[place] <= width:
+      kept.append(place)
+      used += 2 + widths[place]
+  pads = {"text": str.ljust, "number": str.rjust}
+  rows = zip(
+    *([pads[columns[n].kind](text, widths[n]) for text in texts[n]] for n in sorted(kept)),
+    strict=True,
+  )
+  return "\n".join("  ".join(row).rstrip() for row in rows)
 
 
 # ------------------------------ the rest of the page ------------------------------

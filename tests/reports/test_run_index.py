@@ -46,11 +46,11 @@ def test_the_best_run_is_first_with_its_metrics_and_cost(tmp_path):
   assert columns(found) == [
     ("state", "done", "running or killed", "running or killed"),
     ("step", "30 of 60", "30 of 60", "10"),
-    ("seed", "3", "3", "5"),
     ("evaluation loss, best", "2.5000 ± 0.1250", "3.5000 ± 0.1250", ""),
     ("last", "3.0000 ± 0.1250", "4.0000 ± 0.1250", ""),
     ("training loss, best", "3.5000", "3.5000", "4.5000"),
     ("last", "3.5000", "3.5000", "4.5000"),
+    ("seed", "3", "3", "5"),
     ("time", "2:00", "", ""),
     ("device hours", f"{hours:.3g}", "", ""),
     ("cost", f"{3 * hours:.2f}", "", ""),
@@ -58,10 +58,12 @@ def test_the_best_run_is_first_with_its_metrics_and_cost(tmp_path):
   wide = run_index.terminal([none, worse, better], 200).splitlines()
   assert wide[0].split("  ")[0] == "run"
   first = re.split("  +", wide[1])
-  assert first == ["better", "done", "30 of 60", "3", "2.5000 ± 0.1250", "3.5000", "2:00"]
-  narrow = run_index.terminal([worse, better], 40).splitlines()
-  assert max(map(len, narrow)) <= 40
-  assert narrow[1].startswith("better  done")
+  assert first == ["better", "done", "30 of 60", "2.5000 ± 0.1250", "3.5000", "3", "2:00"]
+  narrow = run_index.terminal([worse, better, none], 62).splitlines()
+  assert max(map(len, narrow)) <= 62
+  # Of what is left out, config keys are the first, and metrics the last.
+  assert re.split("  +", narrow[1]) == ["better", "30 of 60", "2.5000 ± 0.1250", "3.5000"]
+  assert run_index.terminal([worse], 1) == "run\nworse"
 
 
 def test_columns_are_of_keys_that_a_command_has_set(tmp_path):
