@@ -147,7 +147,7 @@ class ModelSpec(abc.ABC):
 
   def adapts(self, layer: str) -> bool:
     """Returns whether a linear layer, such as `layers/mlp/up`, has an adapter."""
-    return bool(self.optional_letters(f"{layer}/{LORA_A}"))
+    return self.lora.rank > 0 and bool(self.optional_letters(f"{layer}/{LORA_A}"))
 
   def sizes(self, letters: str) -> tuple[int, ...]:
     """Returns the shape of a parameter with these letters."""
