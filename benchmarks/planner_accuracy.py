@@ -1,34 +1,56 @@
 r"""Predictions of `plan` next to published training speeds: `benchmarks/published_runs`.
 
-  python -m benchmarks.planner_accuracy [--only=v6e] [--write]
+  python -m benchmarks.planner_accuracy [--only=v6e] [--fit] [--write]
 
-Plans every run by formula and prints predicted / published, then the median and the worst error by
-class of runs. Half of the runs, drawn with SEED, may be used to choose constants; the others are
-only predicted. --write writes the section of docs/plan.md.
+Plans every run by formula and prints predicted / published, then the errors by class of runs. Half
+of the runs, drawn with SEED, may be used to choose constants; the others are only predicted. --fit
+prints the constants that suit the first half best, to be taken over into runtime/chips.py. --write
+writes the section of docs/plan.md and its picture.
 """
 
 import dataclasses
+import io
+import math
 import pathlib
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
+import matplotlib
 from absl import app, flags
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks.published_runs import PublishedRun, read
 from configs import single
 from models import model_spec
-from planning import aot, memory, traced_step
+from planning import aot, memory, prediction, traced_step
 from planning.analytic import Counted, counted, with_host_traffic
+from planning.interconnect import DCN
 from planning.step_facts import of_job
 from planning.step_time import Times
 from planning.topology import MOST_SIMULATED
-from runtime.chips import overridden
+from runtime.chips import CHIPS, REASONS, SOURCES, Rates, overridden
+from tests.docs.pages import write_section
 
+# By the compiled program: (model, topology, rows) -> the predicted speed and the peak in GiB, by
+# libtpu 0.0.42. Each takes minutes to compile, so they are not made again.
+COMPILED = {
+  ("llama3_8b", "v6e:16x16", 1024): (7550, 9.6),
+  ("llama2_70b", "v5p:8x8x8", 2048): (770, 73.7),
+  ("llama2_70b", "v6e:16x16", 512): (1027, 18.5),
+  ("llama3_8b", "v6e:2x4", 24): (7638, 25.5),
+  ("llama3_70b", "v6e:8x8", 128): (1109, 31.1),
+  ("llama2_7b", "v5e:16x16", 1024): (132.4, 11.3),
+  ("llama2_7b", "v5p:4x4x4", 384): (295.6, 22.4),
+}
+PICTURE = "images/planner_accuracy.svg"  # beside the page
+PICTURE_TITLE = "Predicted over published training speed of each run, by class of runs"
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "plan.md"
 SEED = 40  # draws the runs that constants may be fitted to
 _ONLY = flags.DEFINE_string("only", "", "Runs that have this in their line of the table.")
+_FIT = flags.DEFINE_bool("fit", False, "Print constants that suit half of the runs best.")
 _WRITE = flags.DEFINE_bool("write", False, "Write the section of docs/plan.md.")
 
 
@@ -38,6 +60,7 @@ class Step:
 
   Attributes:
     run: as published.
+    kind: its class, of `prediction.class_of`.
     counted: computed and sent.
     held: of `memory.of_the_host`.
     tokens: of a step, per chip.
@@ -46,6 +69,7 @@ class Step:
   """
 
   run: PublishedRun
+  kind: str
   counted: Counted
   held: Mapping[str, int]
   tokens: float
@@ -70,13 +94,16 @@ class Step:
 def step_of(run: PublishedRun, here: aot.Here) -> Step:
   """Returns the step of a published run, from its traced gradients.
 
-  Runs on A100 have FlashAttention, which there is not for ours: they are traced as for H100.
+  Runs on A100 have FlashAttention and those of experts on GPUs grouped kernels, which there are not
+  for ours: the former are traced as for H100, the latter as for TPUs.
 
   Raises:
     ValueError: the settings are refused.
   """
   config = single.get_config(f"model={run.model}")
   config.update_from_flattened_dict(run.overrides)
+  if run.has_experts:
+    config.training.grouped_matmul = "ragged"
   topology, chip = run.place, run.place.chip
   if chip.name.startswith("a100"):
     topology = dataclasses.replace(topology, chip=dataclasses.replace(chip, name="h100"))
@@ -87,6 +114,7 @@ def step_of(run: PublishedRun, here: aot.Here) -> Step:
   flops = model_spec(job.config).train_flops_per_example(causal=False) * run.rows
   return Step(
     run,
+    prediction.class_of(topology.platform, job.config, compiled=False),
     counted(step, aot.places(job.mesh, run.place), fused=run.fused),
     memory.of_the_host(step, layers),
     run.rows * run.length / chips,
@@ -97,13 +125,10 @@ def step_of(run: PublishedRun, here: aot.Here) -> Step:
 
 # ------------------------------ accuracy ------------------------------
 
-
-def kind_of(run: PublishedRun) -> str:
-  """Returns the class of a run: its errors are of a kind."""
-  spec = single.get_config(f"model={run.model}").model
-  dtype = "dense" if run.matmuls == "bfloat16" else "8 bits"
-  what = "experts" if "experts" in spec and spec.experts else dtype
-  return f"{'TPU' if run.place.chip.torus else 'GPU'}, {what}"
+# Constants that are fitted, where at least LEAST_RUNS of the half bear on them: others stay as
+# micro-benchmarks have them.
+LEAST_RUNS = 3
+_STEPS = (0.8, 0.9, 0.95, 0.98, 1.02, 1.05, 1.1, 1.25)
 
 
 def chosen_for_fit() -> frozenset[int]:
@@ -117,20 +142,113 @@ def error(ratio: float) -> float:
   return max(ratio, 1 / ratio) - 1
 
 
-def summary(name: str, ratios: Sequence[float]) -> str:
-  """Returns a row of the table by class."""
-  errors = [error(ratio) for ratio in ratios]
-  cells = [name, f"{len(ratios)}", f"{100 * statistics.median(errors):.0f} %"]
-  cells += [f"{100 * max(errors):.0f} %", f"{min(ratios):.2f} to {max(ratios):.2f}"]
-  return f"| {' | '.join(cells)} |"
+def fit(some: Sequence[Step]) -> dict[str, float]:
+  """Returns the constants with the least sum of |log(predicted / published)|.
+
+  By coordinate descent. Runs whose programs differ from ours are left out: our stages repeat their
+  forward pass, and on GPUs our rings have no kernel.
+  """
+  some = [step for step in some if not {"stage", "context"} & {*step.run.mesh}]
+  bears: dict[str, list[Step]] = {
+    f"{name}.formula": [step for step in some if step.run.place.chip.name == name] for name in CHIPS
+  }
+  bears["slow_overlap"] = [
+    step for step in some if DCN in {wire.network for *_, wire in step.counted.sent}
+  ]
+  bears = {name: steps for name, steps in bears.items() if len(steps) >= LEAST_RUNS}
+  values = {
+    name: CHIPS[name.removesuffix(".formula")].matmul if "." in name else 1.0 for name in bears
+  }
+  most = values  # not above what the largest matmuls reach
+
+  def loss(values: Mapping[str, float], steps: Sequence[Step]) -> float:
+    text = as_text(values)
+    return sum(math.log1p(error(step.ratio(text))) for step in steps)
+
+  moved = True
+  while moved:
+    moved = False
+    for name, steps in bears.items():
+      tried = [values | {name: values[name] * factor} for factor in (1.0, *_STEPS)]
+      tried = [one for one in tried if one[name] <= most[name]]
+      best = min(tried, key=lambda one: loss(one, steps))
+      moved |= loss(values, steps) - loss(best, steps) > 1e-3
+      values = best
+  return values
 
 
-# ------------------------------ the tables ------------------------------
+def as_text(values: Mapping[str, float]) -> str:
+  """Returns constants as `planning.constants` takes them."""
+  return ",".join(f"{name}={value:.3g}" for name, value in values.items())
+
+
+def bound(ratios: Sequence[float]) -> float:
+  """Returns the error that nine of ten are within, of n runs the one in place 0.9 (n + 1).
+
+  All, if they are fewer than nine. Source: split conformal prediction (arXiv:1604.04173).
+  """
+  errors = sorted(map(error, ratios))
+  return errors[min(len(errors), math.ceil(0.9 * (len(errors) + 1))) - 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Class:
+  """The runs of a class: predicted / published of those that were fitted and of the others."""
+
+  name: str
+  fitted: tuple[float, ...]
+  held: tuple[float, ...]
+
+  @property
+  def record(self) -> prediction.Record:
+    """Returns what a plan says of the class; the range is rounded up to a whole percent."""
+    errors = [error(ratio) for ratio in (*self.fitted, *self.held)]
+    width = math.ceil(100 * bound(self.fitted or self.held)) / 100
+    median, worst = round(statistics.median(errors), 2), round(max(errors), 2)
+    return prediction.Record(len(errors), median, worst, width)
+
+  @property
+  def cells(self) -> list[str]:
+    """Returns a row of the table by class."""
+    record = self.record
+    found = [self.name, f"{record.runs}", _percent(record.median), _percent(record.worst)]
+    found.append(_percent(record.range))
+    errors = [error(ratio) for ratio in self.held]
+    if not errors:
+      return [*found, "", "", "", ""]
+    inside = sum(one <= record.range for one in errors)
+    found += [f"{len(errors)}", _percent(statistics.median(errors)), _percent(max(errors))]
+    return [*found, f"{inside} of {len(errors)}"]
+
+
+def _percent(share: float) -> str:
+  return f"{100 * share:.0f} %"
+
+
+def classes(found: Mapping[int, Step], constants: str = "") -> list[Class]:
+  """Returns the classes of runs, by name."""
+  kinds = sorted({step.kind for step in found.values()})
+  chosen, every = chosen_for_fit(), []
+  for kind in kinds:
+    both = ([], [])
+    for number, step in found.items():
+      if step.kind == kind:
+        both[number not in chosen].append(step.ratio(constants))
+    every.append(Class(kind, *map(tuple, both)))
+  return every
+
+
+# ------------------------------ the page ------------------------------
 
 HEAD = (
-  "| model, mesh, rows x tokens, rematerialization | published | predicted / published | "
-  "peak GiB, published | by formula | constants |",
+  "| model, topology, mesh, rows x tokens, rematerialization | published | predicted / published "
+  "| peak GiB, published | by formula | constants |",
   "| --- | --- | --- | --- | --- | --- |",
+)
+CLASSES_HEAD = (
+  "| class | runs | median error | worst | range | not fitted | median error | worst "
+  "| in the range |",
+  "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
 )
 
 
@@ -140,20 +258,34 @@ def title(run: PublishedRun) -> str:
   more = [f"{run.accumulation} microbatches"] if run.accumulation > 1 else []
   more += [run.matmuls] if run.matmuls != "bfloat16" else []
   more += [] if run.fused else ["eager"]
+  more += ["LoRA"] if "lora.rank" in run.settings else []
   width = run.sizes.get("model_size")
   model = f"{run.model} ({run.sizes['layers']} x {width})" if width else run.model
   cells = [model, run.topology, mesh, f"{run.rows} x {run.length}", run.rematerialization, *more]
   return ", ".join(filter(None, cells))
 
 
+def published(run: PublishedRun) -> str:
+  """Returns the published speed, of a chip."""
+  return f"{run.tokens_per_second:,.0f}" if run.tokens_per_second else f"{run.tflops:g} TFLOP/s"
+
+
 def line(number: int, step: Step, constants: str = "") -> str:
   """Returns a run's row of the table."""
   run = step.run
-  published = f"{run.tokens_per_second:,.0f}" if run.tokens_per_second else f"{run.tflops} TFLOP/s"
   gib = f"{run.memory_gib}" if run.memory_gib else ""
-  cells = [title(run), published, f"{step.ratio(constants):.2f}", gib, f"{step.peak / 2**30:.1f}"]
+  ratio = f"{step.ratio(constants):.2f}"
+  cells = [title(run), published(run), ratio, gib, f"{step.peak / 2**30:.1f}"]
   cells.append("fitted" if number in chosen_for_fit() else "")
   return f"| {' | '.join(cells)} |"
+
+
+def compiled() -> Iterator[tuple[PublishedRun, float, float, float]]:
+  """Yields the runs whose programs were compiled: predicted speed, its ratio, peak in GiB."""
+  for run in read():
+    if (key := (run.model, run.topology, run.rows)) in COMPILED:
+      speed, gib = COMPILED[key]
+      yield run, speed, speed / (run.tokens_per_second or run.tflops), gib
 
 
 def steps(only: str = "") -> Iterator[tuple[int, Step | ValueError]]:
@@ -168,19 +300,137 @@ def steps(only: str = "") -> Iterator[tuple[int, Step | ValueError]]:
         yield number, refusal
 
 
+def page(found: Mapping[int, Step | ValueError], every: Sequence[Class]) -> str:
+  """Returns the section of docs/plan.md."""
+  rates = {name: value for name, value in vars(Rates()).items() if value}
+  sources = dict.fromkeys(f"{run.source}, {run.version}" for run in read())
+  refused: dict[str, list[str]] = {}
+  for number, step in found.items():
+    if isinstance(step, ValueError):
+      reason = f"{step}".splitlines()[-1].strip().partition("; set it")[0]
+      refused.setdefault(reason, []).append(title(read()[number]))
+  return "\n".join(
+    [
+      "## Predicted and published throughput",
+      "",
+      "Written by `python -m benchmarks.planner_accuracy --write`; do not edit.",
+      "",
+      f"{len(read())} published runs (`benchmarks/published_runs`), with their settings; nothing",
+      "was measured here. An error of 25 % is a predicted speed of 1.25, or of 1 / 1.25, times the",
+      "published one. Constants were fitted to half of the runs, drawn with the seed",
+      f"{SEED}; the columns after `not fitted` are of the other half. The range, which a plan",
+      "states, is what nine of ten runs of the first half are within. Of `context` and `stages` no",
+      "run was fitted to.",
+      "",
+      f"![Predicted over published speed of each run, by class]({PICTURE})",
+      "",
+      *CLASSES_HEAD,
+      *(f"| {' | '.join(one.cells)} |" for one in every),
+      "",
+      "### By the compiled program",
+      "",
+      "No constant is fitted to these. The loss is in chunks, which the published runs do not",
+      "have.",
+      "",
+      "| model, topology, mesh, rows x tokens, rematerialization | published "
+      "| predicted / published | peak GiB |",
+      "| --- | --- | --- | --- |",
+      *(
+        f"| {title(run)} | {published(run)} | {ratio:.2f} | {gib} |"
+        for run, _, ratio, gib in compiled()
+      ),
+      "",
+      "### By formula",
+      "",
+      "Tokens per second and chip, or TFLOP/s with attention's scores in full. Runs on A100 are",
+      "counted with cuDNN's attention, and experts on GPUs with grouped kernels, as the published",
+      "ones have them.",
+      "",
+      *HEAD,
+      *(line(n, step) for n, step in found.items() if isinstance(step, Step)),
+      "",
+      "Refused here, so not predicted:",
+      "",
+      *(f"- {reason}: {'; '.join(titles)}." for reason, titles in refused.items()),
+      "",
+      f"Sources: {'; '.join(sources)}.",
+      "",
+      "### The constants",
+      "",
+      *(
+        f"- `{chip.name}.formula` {chip.formula:g}: fitted; of large matmuls {chip.matmul:g}"
+        for chip in CHIPS.values()
+        if chip.formula
+      ),
+      *(f"- `{name}` {value:g}: {REASONS[name]}" for name, value in rates.items()),
+      "",
+      f"Sources: {SOURCES}.",
+      "",
+    ]
+  )
+
+
+def picture(every: Sequence[Class]) -> str:
+  """Returns the ratios of each run by class as SVG, with the range of each class."""
+  with matplotlib.rc_context(
+    {"svg.hashsalt": "meshwright", "svg.fonttype": "none", "font.size": 9}
+  ):
+    figure = Figure(figsize=(7.6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for place, one in enumerate(reversed(every)):
+      width = 1 + one.record.range
+      axes.plot(
+        [1 / width, width], [place, place], color="#c9d4e5", lw=9, solid_capstyle="butt", zorder=0
+      )
+      for ratios, filled, up in ((one.fitted, "none", 0.16), (one.held, "#1f5fbf", -0.16)):
+        axes.scatter(
+          ratios, [place + up] * len(ratios), 16, facecolors=filled, edgecolors="#1f5fbf"
+        )
+    axes.axvline(1, color="#888888", lw=0.8)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator([0.3, 0.5, 0.8, 1, 1.25, 2, 3]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel(
+      "predicted / published (open: constants may be fitted to it; bar: range of a plan)"
+    )
+    axes.set_yticks(range(len(every)), [one.name for one in reversed(every)])
+    for side in ("top", "right"):
+      axes.spines[side].set_visible(False)
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None, "Title": PICTURE_TITLE})
+  return "\n".join(text.rstrip() for text in out.getvalue().splitlines()) + "\n"
+
+
 def main(argv: list[str]) -> None:
   """Plans every run."""
   del argv
-  found: dict[str, list[float]] = {}
+  found = {}
   for number, step in steps(_ONLY.value):
-    run = read()[number]
-    if isinstance(step, ValueError):
-      print(f"| {title(run)} | refused: {' '.join(str(step).split())} |", flush=True)
-      continue
-    print(line(number, step), flush=True)
-    found.setdefault(kind_of(run), []).append(step.ratio())
-  for name, ratios in sorted(found.items()):
-    print(summary(name, ratios))
+    found[number] = step
+    refused = isinstance(step, ValueError)
+    text = f"| {title(read()[number])} | refused: {' '.join(str(step).split())} |"
+    print(text if refused else line(number, step), flush=True)
+  report(found)
+
+
+def report(found: Mapping[int, Step | ValueError]) -> None:
+  """Prints the classes; fits constants and writes the page where flags ask for it."""
+  planned = {number: step for number, step in found.items() if isinstance(step, Step)}
+  every = classes(planned)
+  every.append(Class(prediction.COMPILED, (), tuple(ratio for *_, ratio, _ in compiled())))
+  every.sort(key=lambda one: one.name)
+  for one in every:
+    print(f"{one.name}: {one.record}")
+  if _FIT.value:
+    chosen = chosen_for_fit()
+    text = as_text(fit([step for number, step in planned.items() if number in chosen]))
+    print(f"planning.constants={text}")
+    for one in classes(planned, text):
+      print(f"with these {one.name}: {one.record}")
+  if _WRITE.value:
+    write_section(PAGE, page(found, every))
+    (PAGE.parent / PICTURE).write_text(picture(every))
 
 
 if __name__ == "__main__":

@@ -39,11 +39,11 @@ class Counted:
 
     Operations run one after another, each for the longer of its FLOPs and its HBM traffic; then the
     optimizer passes over the state. The communication of FSDP and data parallelism overlaps with
-    that as far as it lasts, but for a share of it (`Rates.overlap`), since the first gather and the
-    last sum have nothing beside them, and NCCL's kernels take a part of the GPU; that of `tensor`
-    and `context` is exposed.
+    that as far as it lasts; between slices and machines only a share of it does
+    (`Rates.slow_overlap`), whatever else there is to do. That of `tensor` and `context` is exposed.
     """
     bandwidth = rates.bandwidth(chip)
+    chip = dataclasses.replace(chip, matmul=chip.formula or chip.matmul)
     work, compute, busy = Work(0, self.update), 0.0, self.update / bandwidth
     for one, runs, wide in self.operations:
       work += one * runs
@@ -54,10 +54,9 @@ class Counted:
     found = [(term, _sent(term, size, wire, rates)) for term, size, wire in self.sent]
     hidden = sum(one.seconds for term, one in found if term.hidden)
     least = max(0.0, hidden - busy) / hidden if hidden else 0.0
+    shares = {interconnect.DCN: max(least, 1 - rates.slow_overlap)}
     waited = tuple(
-      dataclasses.replace(
-        one, exposed_seconds=max(least, 1 - rates.hidden_on(one.wire.network)) * one.seconds
-      )
+      dataclasses.replace(one, exposed_seconds=shares.get(one.wire.network, least) * one.seconds)
       if term.hidden
       else one
       for term, one in found

@@ -148,7 +148,9 @@ class Places:
   def _switched(self, group: np.ndarray) -> Wire:
     """Returns the link between devices that no torus connects."""
     chip = self.topology.chip
-    there = self.slices if chip.torus else self.coordinates[:, 0]
+    there = self.slices
+    if not chip.torus:  # a machine of a slice
+      there = there * (1 + self.coordinates.max()) + self.coordinates[:, 0]
     units, members = np.unique(there[group], return_counts=True)
     if len(units) > 1:
       bandwidth, alone, beside = chip.slow_bandwidth, 0.0, int(members.min())
@@ -193,7 +195,7 @@ def seconds(kind: str, size: float, wire: Wire, rates: Rates) -> float:
   bandwidth, passes = wire.bandwidth, _PASSES[kind]
   if kind in _ALL_TO_ALL and wire.network != "ICI":
     bandwidth, passes = wire.alone or bandwidth, 1.0
-  return passes * size / (bandwidth * rates.share_of(wire.network)) + beside
+  return passes * size / (bandwidth * rates.link) + beside
 
 
 def memory_bytes(kind: str, size: float) -> float:

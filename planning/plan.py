@@ -81,17 +81,21 @@ class Plan:
 
   @property
   def fits(self) -> bool:
-    """Returns the verdict."""
-    if self.program:
-      return self.program.fits
-    return self.peak_bytes <= self.topology.chip.hbm_bytes
+    """Returns the verdict: the compiler has accepted it, if there is one, and its peak has room."""
+    accepted = self.program is None or self.program.fits
+    return accepted and self.peak_bytes <= self.topology.chip.hbm_bytes
 
   @property
   def accuracy(self) -> dict[str, str]:
     """Returns how accurate the times are known to be, and the memory if it is by formula."""
+    found = {"times": prediction.accuracy_of_times(self.kind)}
+    return found if self.program else {**found, "memory": prediction.accuracy_of_memory()}
+
+  @property
+  def kind(self) -> str:
+    """Returns the class of published runs that the accuracy is of."""
     compiled = self.program is not None
-    found = {"times": prediction.accuracy_of_times(self.topology.platform, compiled=compiled)}
-    return found if compiled else {**found, "memory": prediction.accuracy_of_memory()}
+    return prediction.class_of(self.topology.platform, self.job.config, compiled=compiled)
 
   @property
   def unit(self) -> str:
@@ -129,8 +133,7 @@ class Plan:
     """Returns low, expected, high; None if it does not fit."""
     if self.times is None:
       return None
-    expected, spread = self.times.step, self.rates.spread
-    return expected * (1 - spread), expected, expected * (1 + spread)
+    return prediction.range_of(self.times.step, self.kind, self.rates.spread)
 
   @property
   def rate(self) -> float | None:

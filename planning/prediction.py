@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from planning import aot, step_time
 from planning.topology import of_devices, parse
 from runtime import hlo
@@ -14,40 +16,93 @@ from training.setup import Job
 #
 # Tests keep the numbers here those of the page.
 
-# Predicted / published throughput, least and most, of docs/plan.md: of TPUs by compiled
-# programs, of GPUs by formula.
-PUBLISHED, PUBLISHED_BY_FORMULA = (1.05, 1.13), (0.97, 1.08)
-# HBM traffic by formula / in compiled programs, least and most, of docs/plan.md.
-TRAFFIC = (2.11, 3.17)
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+  """How the predictions of a class of published runs compare with what was published.
+
+  An error of 0.25 is a predicted speed of 1.25, or of 1 / 1.25, times the published one.
+
+  Attributes:
+    runs: how many.
+    median: their median error.
+    worst: their largest.
+    range: the error that bounds a prediction: nine of ten runs to which constants were fitted, or
+      all where they are fewer, are within it.
+  """
+
+  runs: int
+  median: float
+  worst: float
+  range: float
+
+
+COMPILED = "TPU, compiled"
+RECORDS = {
+  "GPU, 8 bits": Record(15, 0.12, 1.2, 0.43),
+  "GPU, context": Record(4, 5.88, 7.22, 5.83),
+  "GPU, dense": Record(36, 0.04, 0.77, 0.29),
+  "GPU, experts": Record(2, 0.74, 0.99, 0.99),
+  "GPU, stages": Record(2, 1.61, 2.12, 2.13),
+  "TPU, 8 bits": Record(5, 0.16, 0.23, 0.17),
+  COMPILED: Record(7, 0.11, 0.26, 0.27),
+  "TPU, context": Record(2, 0.28, 0.3, 0.3),
+  "TPU, dense": Record(48, 0.03, 0.36, 0.11),
+  "TPU, experts": Record(9, 0.12, 0.8, 0.27),
+}
 # Of docs/plan.md: how many configs have a peak within 10 %, of how many.
 MEMORY = (13, 14)
+# Of what no run was published of.
+_UNKNOWN = 0.2
 
 
-def accuracy_of_times(platform: str, *, compiled: bool) -> str:
-  """Returns how accurate the times of a plan are.
+def class_of(platform: str, config: ConfigDict, *, compiled: bool) -> str:
+  """Returns the class of runs, in RECORDS or not, whose predictions are made as those of a run.
 
   Args:
     platform: of the topology.
-    compiled: whether they are those of a compiled program.
+    config: of the run.
+    compiled: whether its times are those of a compiled program.
   """
-  if platform == "cpu":
-    return "simulated devices share one machine; compare plans, not times"
   if compiled:
-    return (
-      f"predictions are {_range(PUBLISHED)} of published TPU throughputs; nothing was measured "
-      "here (docs/plan.md)"
-    )
-  traffic = (
-    "next to compiled TPU programs the FLOPs agree and HBM traffic is "
-    f"{_range(TRAFFIC)} of theirs (docs/plan.md)"
-  )
-  if platform == "tpu":
-    return f"unknown by formula, without the compiler; {traffic}"
+    return f"{platform.upper()}, compiled"
+  for axis, name in (("stage", "stages"), ("context", "context")):
+    if config.mesh[axis] != 1:
+      return f"{platform.upper()}, {name}"
+  if "experts" in config.model and config.model.experts:
+    return f"{platform.upper()}, experts"
+  narrow = "matmul_dtype" in config.training and config.training.matmul_dtype != "compute"
+  return f"{platform.upper()}, {'8 bits' if narrow else 'dense'}"
+
+
+def range_of(seconds: float, name: str, spread: float) -> tuple[float, float, float]:
+  """Returns low, expected, high.
+
+  Args:
+    seconds: expected.
+    name: of the class.
+    spread: of `planning.constants`; 0: that of the class.
+  """
+  spread = spread or (RECORDS[name].range if name in RECORDS else _UNKNOWN)
+  return seconds / (1 + spread), seconds, seconds * (1 + spread)
+
+
+def accuracy_of_times(name: str) -> str:
+  """Returns how accurate the times of a plan of a class are."""
+  if name.startswith("CPU"):
+    return "simulated devices share one machine; compare plans, not times"
+  if name not in RECORDS:
+    return f"unknown: no published run was predicted of {name}"
+  record, how = RECORDS[name], "" if name == COMPILED else ", by formula"
   return (
-    f"by formula, predictions are {_range(PUBLISHED_BY_FORMULA)} of two published throughputs of "
-    "eight H100, with the share of the peak that was measured of matmuls on them "
-    f"(docs/plan.md); {traffic}"
+    f"of {record.runs} published runs ({name}{how}) half are predicted to "
+    f"{_percent(record.median)} and all to {_percent(record.worst)}; the range of the step is "
+    f"that of nine in ten, {_percent(record.range)} (docs/plan.md)"
   )
+
+
+def _percent(share: float) -> str:
+  return f"{100 * share:.0f} %"
 
 
 def accuracy_of_memory() -> str:
@@ -57,10 +112,6 @@ def accuracy_of_memory() -> str:
     f"by formula, the peak memory is within 10 % of the TPU compiler's on {close} of {every} "
     "configs (docs/plan.md)"
   )
-
-
-def _range(ends: tuple[float, float]) -> str:
-  return f"{ends[0]:.2f} to {ends[1]:.2f}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,15 +157,15 @@ def of_program(job: Job, program: Any) -> Prediction:
     rates,
     step_time.host_transfers(compiled),
   )
-  spread = rates.spread
+  name = class_of(topology.platform, job.config, compiled=True)
   peak, _ = aot.memory_of(program, job.devices.platform)
   return Prediction(
     topology.name,
-    (times.step * (1 - spread), times.step, times.step * (1 + spread)),
+    range_of(times.step, name, rates.spread),
     tuple(_by_axes(times.sent)),
     peak,
     int(topology.chip.hbm_bytes),
-    accuracy_of_times(topology.platform, compiled=True),
+    accuracy_of_times(name),
   )
 
 

@@ -238,14 +238,12 @@ class Work:
     bytes: read from and written to HBM.
     eight_bit: those of `flops` whose operands have 8 bits.
     attention: those of `flops` in fused attention kernels, of traced programs.
-    grouped: those of `flops` in matmuls of experts, each with its own rows, of traced programs.
   """
 
   flops: float
   bytes: float
   eight_bit: float = 0.0
   attention: float = 0.0
-  grouped: float = 0.0
 
   def __add__(self, other: "Work") -> "Work":
     """Returns the sum."""
@@ -260,10 +258,9 @@ class Work:
 def matmul_seconds(work: Work, chip: Chip, rates: Rates) -> float:
   """Returns the seconds of the matmuls, at the achieved shares of the chip's peaks."""
   share = rates.matmul or chip.matmul
-  wide = (work.flops - work.eight_bit - work.attention - work.grouped) / chip.flops
-  wide += work.grouped / chip.flops / rates.grouped
-  narrow = work.eight_bit / chip.eight_bit_flops / rates.eight_bit
-  return (wide + narrow) / share + work.attention / chip.flops / (chip.attention or share)
+  wide = (work.flops - work.eight_bit - work.attention) / chip.flops
+  fused = work.attention / chip.flops / (chip.attention or share)
+  return (wide + work.eight_bit / chip.eight_bit_flops) / share + fused
 
 
 class Costs:

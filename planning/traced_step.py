@@ -98,9 +98,18 @@ def _of_splash(equation: Any) -> float:
 # fused into their consumers, as XLA does, and keep their inputs alive, or their result if that is
 # smaller.
 
+_GROUPED = "ragged_dot_general"  # each group of rows by its own kernel
 # Primitives whose results are written.
 _WRITTEN = {
-  *("dot_general", "conv_general_dilated", "pallas_call", "gather", "scatter", "scatter-add"),
+  *(
+    "dot_general",
+    _GROUPED,
+    "conv_general_dilated",
+    "pallas_call",
+    "gather",
+    "scatter",
+    "scatter-add",
+  ),
   *("scan", "while", "sort", "cumsum", "concatenate", "reduce_sum", "reduce_max", "device_put"),
 }
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -231,7 +240,8 @@ def part_of(step: StepFacts, *, at_once: bool = True) -> DevicePart:
         model[name] = max(1, model[name] // parts(letter))
     if decoder and model.experts:
       _own_experts(model, parts)
-      keys.training.grouped_matmul = "tiles"  # whose operations are in the trace
+      if at_once:  # tiles' buffers are at least as large
+        keys.training.grouped_matmul = "tiles"
     if decoder:
       split = model.kv_heads // parts("K") if model.kv_heads % parts("K") == 0 else model.kv_heads
       model.kv_heads = math.gcd(split, model.heads)
@@ -421,9 +431,15 @@ def inlined(equation: core.JaxprEqn) -> Any:
   if equation.primitive.name in _CLOSED or is_kernel_call(equation):
     return None
   if equation.primitive.name == "cond":
-    return equation.params["branches"][0].jaxpr  # another has as much, or skips all
+    branches = [one.jaxpr for one in equation.params["branches"]]
+    # Another has as much, or skips all; of a grouped matmul the other is a kernel of its own.
+    return next((one for one in branches if _has_grouped(one)), branches[0])
   found = next((equation.params[name] for name in _BODIES if name in equation.params), None)
   return getattr(found, "jaxpr", found)
+
+
+def _has_grouped(body: Any) -> bool:
+  return any(one.primitive.name == _GROUPED for one in body.eqns)
 
 
 def is_written(equation: core.JaxprEqn) -> bool:
@@ -505,7 +521,7 @@ _SAME = {
 }
 _IMPLICIT = {"broadcast_in_dim", "iota"}  # written by no framework: done where they are read
 # They read whole arrays: what is elementwise is not fused into them.
-_WHOLE = {"dot_general", "conv_general_dilated", "pallas_call", "scan", "while"}
+_WHOLE = {"dot_general", _GROUPED, "conv_general_dilated", "pallas_call", "scan", "while"}
 
 Roots = Mapping[int, int]  # arrays in HBM, by number -> bytes
 
@@ -621,7 +637,7 @@ class _Tracer:
     """
     self.found: list[tuple[Work, int, bool]] = []
     self._share, self._kinds, self._fused, self._count = share, kinds, fused, 0
-    self._ends, self._loops, self._grouped = ends, 0, False
+    self._ends, self._loops = ends, 0
     self._in_place = in_place or {}
 
   def fresh(self, x: Any) -> Roots:
@@ -679,13 +695,10 @@ class _Tracer:
     else:
       inner = equation.params["body_jaxpr"].jaxpr
       turns = _tiles(inner)
-    whole = self._grouped
-    self._grouped |= equation.primitive.name == "while" and turns > 1
     arguments = {x: self.fresh(x) for x in [*inner.invars, *inner.constvars]}
     self._loops += 1
     self.close(inner, self.walk(inner, arguments, runs * turns), runs * turns)
     self._loops -= 1
-    self._grouped = whole
     return [self.fresh(x) for x in equation.outvars]
 
   def _kernel(self, equation: Any, read: list[Roots], runs: int) -> list[Roots]:
@@ -733,8 +746,7 @@ class _Tracer:
     elif is_written(equation):
       there = sum(_read(x, behind) for x, behind in zip(equation.invars, read, strict=True))
       flops, fused = _flops(equation), kernel_flops(equation)
-      rounded, grouped = flops * _rounded(equation), flops * self._grouped
-      work = Work(flops + fused, there + results, rounded, fused, grouped)
+      work = Work(flops + fused, there + results, flops if _rounded(equation) else 0.0, fused)
       shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
       share = min(self._in_place.get(shape, 1.0) for shape in shapes)
       self._note(work * share, runs, wide=_wide(equation))
@@ -777,6 +789,8 @@ def _flops(equation: Any) -> float:
   if name == "dot_general":
     (contracted, _), _ = equation.params["dimension_numbers"]
     return 2.0 * results * math.prod(equation.invars[0].aval.shape[dim] for dim in contracted)
+  if name == _GROUPED:  # rows times kernels, or rows times rows of a kernel's gradient
+    return 2.0 * math.prod(equation.invars[0].aval.shape) * equation.outvars[0].aval.shape[-1]
   if name == "conv_general_dilated":
     kernel = equation.invars[1].aval.shape
     features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]

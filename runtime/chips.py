@@ -47,6 +47,8 @@ class Chip:
     float8_flops: likewise of 8-bit floating point.
     matmul: share of `flops` that large bfloat16 matmuls reach.
     matmul_source: of `matmul`.
+    formula: share of `flops` that the matmuls of a step reach where it is planned by formula, with
+      all that formulas leave out; 0: as `matmul`.
     attention: share of `flops` that a fused attention kernel reaches, forward and backward, each
       matmul counted once and only what the mask leaves; 0: as `matmul`.
     attention_source: of `attention`.
@@ -74,6 +76,7 @@ class Chip:
   float8_flops: float = 0.0
   matmul: float = 0.8
   matmul_source: str = "none published; as of H100"
+  formula: float = 0.0
   attention: float = 0.0
   attention_source: str = "none published; as other matmuls"
   memory: float = 0.8
@@ -100,7 +103,8 @@ SOURCES = (
   "[10] FlashAttention-3, arXiv:2407.08608, figures 5 and 6; "
   "[11] Ragged Paged Attention, arXiv:2604.15464"
 )
-# Sheets say GB; what a TPU's compiler and a GPU's driver find is as many GiB, or nearly.
+# Sheets say GB; what a TPU's compiler and a GPU's driver find is as many GiB, or nearly: libtpu's
+# messages of v4, v5e and v6e have 30.75, 15.75 and 31.25.
 GIB = 2.0**30
 PCIE4, PCIE5 = 32e9, 64e9  # bytes per second each way, 16 lanes
 # "Typically around", and Trillium's: [2], chapter on TPUs, below the table of interconnects.
@@ -157,14 +161,20 @@ _MEMORY = {
   **dict.fromkeys(("h100", "h200", "gh200"), (0.92, _HBM)),
   **dict.fromkeys(("v4", "v5e", "v5p", "v6e", "tpu7x"), (0.8, _DECODING)),
 }
+# Fitted to half of the published runs: `python -m benchmarks.planner_accuracy --fit`.
+_FORMULA = {
+  **{"v5e": 0.891, "v5p": 0.845, "v6e": 0.79, "tpu7x": 0.762},
+  **{"a100": 0.731, "a100-40gb": 0.795, "h100": 0.576},
+}
 _CHIPS = (
-  _tpu("v4", ("tpu v4",), 3, 32 * GIB, 1.2e12, 90e9, 6.25e9, 275e12, int8=275e12),
+  _tpu("v4", ("tpu v4",), 3, 30.75 * GIB, 1.2e12, 90e9, 6.25e9, 275e12, int8=275e12),
   _tpu(
-    *("v5e", ("tpu v5 lite", "tpu v5e"), 2, 16 * GIB, 0.82e12, 90e9, 25e9 / 8, 197e12), int8=394e12
+    *("v5e", ("tpu v5 lite", "tpu v5e"), 2, 15.75 * GIB, 0.82e12, 90e9, 25e9 / 8, 197e12),
+    int8=394e12,
   ),
   _tpu(*("v5p", ("tpu v5", "tpu v5p"), 3, 95 * GIB, 2.77e12, 180e9, 50e9 / 8, 459e12), int8=918e12),
   _tpu(
-    *("v6e", ("tpu v6 lite", "tpu v6e"), 2, 32 * GIB, 1.64e12, 180e9, 100e9 / 8, 918e12),
+    *("v6e", ("tpu v6 lite", "tpu v6e"), 2, 31.25 * GIB, 1.64e12, 180e9, 100e9 / 8, 918e12),
     int8=1836e12,
   ),
   Chip(
@@ -281,6 +291,7 @@ def _completed(chip: Chip) -> Chip:
   more: dict[str, Any] = {}
   if _WITH_FLOAT8.match(chip.name):
     more["float8_flops"] = 2 * chip.flops
+  more["formula"] = _FORMULA.get(chip.name, 0.0)
   tables = {"matmul": _MATMUL, "attention": _ATTENTION, "memory": _MEMORY}
   for share, table in tables.items():
     if chip.name in table:
@@ -311,38 +322,23 @@ class Rates:
     matmul: of the operations per second, in matmuls as large as a model's; 0: `Chip.matmul`.
     memory: of the memory's bandwidth, in elementwise passes; 0: `Chip.memory`.
     link: of the links' bandwidth, in collectives of many MiB.
-    slow_link: likewise between slices and between machines.
-    overlap: by formula, of the collectives that matmuls can hide, the share that they do.
-    slow_overlap: likewise between slices and between machines.
-    grouped: by formula, of what other matmuls reach, the share that those of experts do.
-    eight_bit: of what matmuls reach, the share that 8-bit ones do of their own peak.
+    slow_overlap: by formula, of the collectives between slices or machines that matmuls can hide,
+      the share that they do; within one they hide all that lasts no longer.
     hop_seconds: from one chip to the next.
-    spread: the range of a prediction: a step takes from `expected * (1 - spread)` to
-      `expected * (1 + spread)`.
+    spread: the range of a prediction: a step takes from `expected / (1 + spread)` to
+      `expected * (1 + spread)`; 0: as published runs of its class differ from their predictions.
   """
 
   matmul: float = 0.0
   memory: float = 0.0
   link: float = 0.8
-  slow_link: float = 0.8
-  overlap: float = 1.0
-  slow_overlap: float = 1.0
-  grouped: float = 1.0
-  eight_bit: float = 1.0
+  slow_overlap: float = 0.257
   hop_seconds: float = 1e-6
-  spread: float = 0.2
+  spread: float = 0.0
 
   def bandwidth(self, chip: Chip) -> float:
     """Returns the bytes per second that elementwise passes read and write in a chip's memory."""
     return chip.hbm_bandwidth * (self.memory or chip.memory)
-
-  def share_of(self, network: str) -> float:
-    """Returns the share of a link's bandwidth that collectives reach on a network."""
-    return self.slow_link if network == "DCN" else self.link
-
-  def hidden_on(self, network: str) -> float:
-    """Returns the share of the collectives that matmuls can hide which they do hide."""
-    return self.slow_overlap if network == "DCN" else self.overlap
 
 
 REASONS = {
@@ -350,13 +346,9 @@ REASONS = {
   "memory": "0: each chip has its own",
   "link": "published: 66 % in an all-reduce of 606 MB on v6e:16x16 ([8]), 89 % in an all-gather of "
   "403 MB on tpu7x:2x2x1 ([6]); small arrays are bound by the latency of hops",
-  "slow_link": "as link",
-  "overlap": "1: all that lasts no longer than the matmuls",
-  "slow_overlap": "likewise",
-  "grouped": "1: as other matmuls",
-  "eight_bit": "likewise",
+  "slow_overlap": "fitted to published runs, as each chip's formula (docs/plan.md)",
   "hop_seconds": "about 1 microsecond ([2])",
-  "spread": "the sources themselves differ by 15 %",
+  "spread": "0: as published runs of its class differ from their predictions (docs/plan.md)",
 }
 
 
@@ -377,7 +369,8 @@ def overridden(text: str) -> tuple[dict[str, Chip], Rates]:
     if not chip and hasattr(rates, field):
       rates = dataclasses.replace(rates, **{field: number})
     elif chip in chips and isinstance(getattr(chips[chip], field, None), float):
-      chips[chip] = dataclasses.replace(chips[chip], **{field: number})
+      more = {"formula": number} if field == "matmul" else {}
+      chips[chip] = dataclasses.replace(chips[chip], **{field: number}, **more)
     else:
       raise ValueError(f"planning.constants: there is no {name!r}{_near(name, _names(chips))}")
   return chips, rates

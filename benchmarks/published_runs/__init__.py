@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
+from configs.schema import recipes
 from planning.topology import Topology, parse
 from runtime.chips import overridden
 
@@ -83,6 +84,11 @@ class PublishedRun:
     return parse(self.topology, overridden(self.constants)[0])
 
   @property
+  def has_experts(self) -> bool:
+    """Returns whether its model is a mixture of experts."""
+    return bool(recipes.PRESETS[self.model].model.get("experts"))
+
+  @property
   def devices(self) -> int:
     """Returns the number of devices, as JAX counts them."""
     return self.place.devices * math.prod(self.slices.values())
@@ -102,11 +108,12 @@ class PublishedRun:
     }
     if self.matmuls != "bfloat16":
       found["training.matmul_dtype"] = self.matmuls
-    if self.microbatches:
+    if self.microbatches:  # of stages, of which only the ends compute embeddings and losses
       found["training.microbatches"] = self.microbatches
+      found |= {"training.pipeline_ends": "conditional", "training.pipeline_gather": "step"}
     if self.chunks > 1:
       found |= {"training.pipeline": "interleaved", "training.pipeline_chunks": self.chunks}
-    if self.state_over_data:
+    if self.state_over_data and "data" in self.mesh:
       found["partitioning.optimizer.model"] = ("fsdp", "data")
     if self.constants:
       found["planning.constants"] = self.constants

@@ -1,59 +1,85 @@
 """The prediction that plans state is that of the page which measures it."""
 
 import pathlib
-import re
 
 import pytest
 
+from benchmarks import planner_accuracy as benchmark
+from configs import single
 from planning import prediction
 from tests.docs.pages import section
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "plan.md").read_text()
 THROUGHPUT = "## Predicted and published throughput"
-TRAFFIC = "## FLOPs and HBM traffic by formula and in compiled programs"
 MEMORY = "## Memory by formula and by the compiler"
 
 
-def column(heading, number):
-  """Returns the cells of a column of each table of a section whose first column is the model."""
-  parts = section(PAGE, heading).split("\n\n")
-  tables = [part for part in parts if part.startswith("| model")]
-  return [[row.split("|")[number].strip() for row in one.splitlines()[2:]] for one in tables]
+def tables(heading, first):
+  """Returns the rows, as lists of cells, of each table of a section whose first column is so."""
+  parts = [one for one in section(PAGE, heading).split("\n\n") if one.startswith(f"| {first}")]
+  lines = [part.splitlines()[2:] for part in parts]
+  return [[[cell.strip() for cell in row.split("|")[1:-1]] for row in rows] for rows in lines]
 
 
-def test_throughputs_are_those_of_the_page():
-  cells = column(THROUGHPUT, 4)
-  assert [len(found) for found in cells] == [3, 2]
-  ratios = [[float(cell) for cell in found if cell] for found in cells]
-  stated = [prediction.PUBLISHED, prediction.PUBLISHED_BY_FORMULA]
-  assert [(min(r), max(r)) for r in ratios] == stated
+def test_the_record_of_each_class_is_that_of_the_page():
+  [classes] = tables(THROUGHPUT, "class")
+  percents = {name: [int(cell.split()[0]) for cell in cells[:4]] for name, *cells in classes}
+  stated = {
+    name: [one.runs, *(round(100 * share) for share in (one.median, one.worst, one.range))]
+    for name, one in prediction.RECORDS.items()
+  }
+  assert stated == percents
 
 
-def test_traffic_is_that_of_the_page():
-  [flops], [cells] = column(TRAFFIC, 4), column(TRAFFIC, 7)
-  ratios = [float(cell) for cell in cells]
-  assert (min(ratios), max(ratios)) == prediction.TRAFFIC
-  assert {*flops} == {"1.00"}  # "the FLOPs agree"
+def test_the_records_follow_from_the_rows_of_the_page():
+  compiled, formula = tables(THROUGHPUT, "model, topology")
+  errors = [benchmark.error(float(row[2])) for row in compiled]
+  record = prediction.RECORDS[prediction.COMPILED]
+  assert record.runs == len(errors)
+  assert record.worst == pytest.approx(max(errors), abs=0.006)
+  by_formula = [one for name, one in prediction.RECORDS.items() if name != prediction.COMPILED]
+  assert sum(one.runs for one in by_formula) == len(formula)
+  worst = max(benchmark.error(float(row[2])) for row in formula)
+  assert worst == pytest.approx(max(one.worst for one in by_formula), rel=0.03)
+  assert abs(2 * sum(row[5] == "fitted" for row in formula) - len(formula)) <= 12  # about half
 
 
-def test_memory_is_that_of_the_page():
-  [cells] = column(MEMORY, 4)
-  ratios = [float(cell) for cell in cells]
-  close, every = prediction.MEMORY
-  assert (sum(abs(ratio - 1) <= 0.1 for ratio in ratios), len(ratios)) == (close, every)
-  assert f"{close} of {every} are within 10 %" in section(PAGE, MEMORY)
+def test_a_range_covers_nine_of_ten():
+  ratios = [1.01, 0.98, 1.1, 1 / 1.2, 1.05, 1.0, 1.03, 0.97, 1.3, 2.0]
+  assert benchmark.bound(ratios) == pytest.approx(1.0)  # of ten runs the tenth
+  assert benchmark.bound([*ratios, *[1.0] * 20]) == pytest.approx(0.2)  # of thirty the 28th
 
 
 @pytest.mark.parametrize(
-  ("platform", "compiled", "said"),
+  ("overrides", "platform", "compiled", "name"),
   [
-    ("cpu", True, "simulated devices"),
-    ("tpu", True, r"\d\.\d\d to \d\.\d\d of published TPU throughputs"),
-    ("tpu", False, "unknown by formula, without the compiler"),
-    ("gpu", False, r"by formula, predictions are \d\.\d\d to \d\.\d\d of two published"),
+    ({}, "tpu", True, "TPU, compiled"),
+    ({}, "tpu", False, "TPU, dense"),
+    ({"model.experts": 4}, "gpu", False, "GPU, experts"),
+    ({"training.matmul_dtype": "float8"}, "gpu", False, "GPU, 8 bits"),
+    ({"mesh.stage": 4}, "gpu", False, "GPU, stages"),
   ],
 )
-def test_what_is_said_of_times(platform, compiled, said):
-  assert re.match(
-    said, prediction.accuracy_of_times(platform, compiled=compiled).removeprefix("predictions are ")
-  )
+def test_the_class_of_a_run(overrides, platform, compiled, name):
+  config = single.get_config()
+  config.update_from_flattened_dict(overrides)
+  assert prediction.class_of(platform, config, compiled=compiled) == name
+  record = prediction.RECORDS[name]
+  said = prediction.accuracy_of_times(name)
+  assert said.startswith(f"of {record.runs} published runs ({name}")
+  low, _, high = prediction.range_of(2.0, name, 0.0)
+  assert (low * (1 + record.range), high / (1 + record.range)) == pytest.approx((2.0, 2.0))
+  assert prediction.range_of(2.0, name, 0.25) == pytest.approx((1.6, 2.0, 2.5))  # as asked for
+
+
+def test_what_has_no_record_says_so():
+  assert "simulated devices" in prediction.accuracy_of_times("CPU, compiled")
+  assert "unknown" in prediction.accuracy_of_times("GPU, compiled")
+
+
+def test_memory_is_that_of_the_page():
+  [rows] = tables(MEMORY, "model")
+  ratios = [float(row[3]) for row in rows]
+  close, every = prediction.MEMORY
+  assert (sum(abs(ratio - 1) <= 0.1 for ratio in ratios), len(ratios)) == (close, every)
+  assert f"{close} of {every} are within 10 %" in section(PAGE, MEMORY)

@@ -1,5 +1,6 @@
 """What a step computes and how long it takes, by formula; what it sends is in tests/parity."""
 
+import dataclasses
 import functools
 
 import jax
@@ -39,6 +40,45 @@ def test_what_fsdp_sends_is_hidden_as_far_as_other_work_lasts():
   assert busy >= max(slow.compute, slow.memory) * (1 - 1e-9)
   assert slow.communication > busy
   assert slow.exposed == pytest.approx(slow.communication - busy)
+
+
+@pytest.mark.parametrize(("topology", "exposed"), [("h100:8", 0.0), ("2xv5p:2x2x1", 0.75)])
+def test_between_slices_a_share_is_exposed_whatever_else_there_is_to_do(topology, exposed):
+  job = job_of("data=4 x fsdp=2 (HSDP)")
+  where = in_order(parse(topology), 8)
+  counted = analytic.counted(of_job(job), where)
+  quick = dataclasses.replace(parse(topology).chip, link_bandwidth=1e15, slow_bandwidth=1e15)
+  wires = [
+    (term, size, dataclasses.replace(wire, bandwidth=1e15, latency=0.0))
+    for term, size, wire in counted.sent
+  ]
+  times = dataclasses.replace(counted, sent=wires).times(
+    quick, Rates(slow_overlap=0.25, hop_seconds=1e-18)
+  )
+  hidden = {term.why for term, *_ in wires if term.hidden}
+  slow = [one for one in times.sent if one.source in hidden and one.wire.network == "DCN"]
+  assert bool(slow) == bool(exposed)
+  assert all(one.exposed_seconds == pytest.approx(exposed * one.seconds) for one in slow)
+  assert not any(
+    one.exposed_seconds for one in times.sent if one.source in hidden and one not in slow
+  )
+
+
+def test_experts_multiply_their_rows_and_read_each_kernel_once():
+  """Two of 4 experts for each token."""
+  keys = {"model.experts": 4, "training.rematerialization": "none"}
+  job = make_job("single", "lm", **keys, **{"training.grouped_matmul": "ragged"})
+  step = of_job(job)
+  model, tokens = step.model, step.tokens
+  width = model.expert_feedforward_size
+  each = 2 * 2 * tokens * model.model_size * width
+  found = [one for one in traced_step.operations(step) if one[0].flops == each]
+  # Of gate, up and down: forward, again where they are differentiated, and two backward.
+  assert [runs for _, runs, _ in found] == 3 * 4 * [model.layers]
+  # Rows of both sides and all kernels, in float32, and the sizes of the groups: a kernel is not
+  # read once more for each tile of rows.
+  rows, kernels = 2 * tokens * (model.model_size + width), 4 * model.model_size * width
+  assert {work.bytes for work, *_ in found} == {4 * (rows + kernels + 4)}
 
 
 # Of the small decoder, per device: rows, tokens, model, heads, key/value heads, head, feed-forward.

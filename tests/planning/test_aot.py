@@ -13,9 +13,10 @@ from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
 from partitioning.parallel import collectives as manual
 from planning import aot
+from planning.plan import Plan
 from planning.topology import EXAMPLES, parse, with_slices
 from runtime import hlo
-from runtime.chips import CHIPS
+from runtime.chips import CHIPS, Rates
 from runtime.collectives import collectives
 from training import compiler_options
 
@@ -76,6 +77,16 @@ def test_a_program_is_judged_by_its_peak_and_not_by_what_it_allocates(
   found = aot.compile_step(ready)
   assert (found.fits, found.peak_bytes) == (True, int(peak * GIB))
   assert found.host_bytes == int(on_the_host * GIB)
+
+
+@pytest.mark.parametrize(
+  ("accepted", "peak", "fits"), [(True, 31.2, True), (True, 33.2, False), (False, 31.2, False)]
+)
+def test_the_verdict_is_that_of_the_compiler_and_of_the_peak(accepted, peak, fits):
+  """On v6e libtpu has 31.25 GiB for a program."""
+  program = aot.Program("", int(peak * GIB), accepted)
+  found = Plan("", None, parse("v6e:2x4"), Rates(), program, {}, None, ())
+  assert found.fits == fits
 
 
 def sliced(topology, **over):

@@ -154,3 +154,17 @@ def test_what_a_ring_reads_and_writes_in_a_device(kind, times):
   }[kind]
   assert interconnect.memory_bytes(kind, 1.0) == pytest.approx(sum(parts) / count, rel=2e-3)
   assert interconnect.memory_bytes(kind, 1.0) == times
+
+
+def test_the_gpus_of_a_machine_send_to_others_side_by_side():
+  """Eight cards of 50 GB/s; an all-to-all sends from each GPU over its own."""
+  far = in_order(parse("h100:16"), 16)
+  alone, all_of_them = far.wire([0, 8]), far.wire(range(16))
+  assert (alone.bandwidth, all_of_them.bandwidth) == (50e9, 8 * 50e9)
+  assert far.wire(range(4, 12)).bandwidth == 4 * 50e9
+  seconds = [interconnect.seconds("all-to-all", 50e9, wire, IDEAL) for wire in (alone, all_of_them)]
+  assert seconds == pytest.approx([1, 1])
+  near = in_order(parse("h100:8"), 8).wire(range(8))
+  assert interconnect.seconds("all-to-all", 450e9, near, IDEAL) == pytest.approx(1)
+  fast = in_order(parse("gb200:144"), 144).wire(range(144))  # no faster than NVLink inside
+  assert fast.bandwidth == 900e9
