@@ -153,11 +153,18 @@ def test_a_tpu_program(mesh):
       24 * 16 * 2,
       4,
       "jit(step)/while/body/dot (/a/model.py:33)",
+      in_loop=True,
     ),
     Collective(
-      "all-reduce.15", "reduce-scatter", ("data",), 24 * 16 * 2, 4, "jit(step)/dot (/a/train.py:10)"
+      "all-reduce.15",
+      "reduce-scatter",
+      ("data",),
+      24 * 16 * 2,
+      4,
+      "jit(step)/dot (/a/train.py:10)",
+      in_loop=True,
     ),
-    Collective("sum", "all-reduce", ("tensor",), 6 * 16 * 2, 4, ""),
+    Collective("sum", "all-reduce", ("tensor",), 6 * 16 * 2, 4, "", in_loop=True),
   ]
 
 
