@@ -190,7 +190,7 @@ def parse(text: str, chips: Mapping[str, Chip] = CHIPS) -> Topology:
   if not rest:
     example = EXAMPLES[chip.torus].partition(",")[0] if chip.torus else 8
     raise ValueError(f"--topology={text}: its size is missing, such as {kind}:{example}")
-  sizes = rest.split("x")
+  sizes = _of_chips(chip, rest).split("x")
   if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
     raise ValueError(f"--topology={text}: {rest!r} is not a shape; {_known(chips)}")
   shape = tuple(map(int, sizes))
@@ -202,9 +202,20 @@ def parse(text: str, chips: Mapping[str, Chip] = CHIPS) -> Topology:
     raise ValueError(f"--topology={text}: {kind} takes {want}")
   if kind == "cpu":
     chip = _shared(chip, shape[0])
-  found = Topology(f"{kind}:{rest}", chip, shape, int(slices or 1), note)
+  found = Topology(f"{kind}:{_text(shape)}", chip, shape, int(slices or 1), note)
   require_devices(found, found.slices, MOST_DEVICES if chip.torus else MOST_SIMULATED)
   return found
+
+
+def _of_chips(chip: Chip, rest: str) -> str:
+  """Returns the shape of a TPU slice of one chip, or of a number of them on v5e and v6e.
+
+  Of v4, v5p and 7x a number could as well be that of TensorCores: it is returned unchanged.
+  """
+  shapes = {"1": (1,) * chip.torus}
+  if chip.torus == 2:
+    shapes |= {str(math.prod(shape)): shape for shape in _FLAT}
+  return _text(shapes[rest]) if chip.torus and rest in shapes else rest
 
 
 def require_devices(topology: Topology, slices: int, most: int) -> int:
@@ -273,8 +284,9 @@ def of_devices(found: "Sequence[jax.Device]") -> str:
 
 def _known(chips: Mapping[str, Chip]) -> str:
   tpus = ", ".join(f"{c.name}:{EXAMPLES[c.torus].split(',')[0]}" for c in chips.values() if c.torus)
-  gpus = ", ".join(f"{c.name}:8" for c in chips.values() if not c.torus and c.name != "cpu")
+  gpus = ", ".join(c.name for c in chips.values() if not c.torus and c.name != "cpu")
   return (
     f"there are {tpus} (slices of TPUs of any such shape; also v5p-128, v6e-256 and 2xv5p-128, as "
-    f"clouds name them), {gpus} (machines of GPUs), cpu:8 (simulated devices)"
+    f"clouds name them), h100:8 and the like (GPUs and their number: {gpus}), cpu:8 (simulated "
+    f"devices)"
   )

@@ -4,7 +4,7 @@ Variants of a product differ by up to a third in their peak (H100 SXM, PCIe and 
 name is matched exactly: for a name that is not in the table, no MFU is reported rather than a wrong
 one. Peaks are dense; data sheets that give sparse ones state twice as much. The numbers in brackets
 are those of `SOURCES`. They differ by up to 15 % on v5p's memory bandwidth and on the links between
-chips. TPU names are from JAX's `mesh_utils`, GPU names as the CUDA driver reports them.
+chips. TPU names are from JAX's `mesh_utils`, GPU names as the driver reports them.
 """
 
 import dataclasses
@@ -101,12 +101,15 @@ SOURCES = (
   "[8] github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/trillium/collectives; "
   "[9] github.com/pytorch/ao, torchao/float8/roofline_utils.py, of H100s with HBM2e; "
   "[10] FlashAttention-3, arXiv:2407.08608, figures 5 and 6; "
-  "[11] Ragged Paged Attention, arXiv:2604.15464"
+  "[11] Ragged Paged Attention, arXiv:2604.15464; "
+  "[12] NVIDIA's white papers on GA102, Ada and RTX Blackwell, tables of tensor TFLOPS of bfloat16 "
+  "with float32 accumulation, which GeForce cards have at half rate; "
+  "[13] AMD's data sheets and white paper on CDNA 3"
 )
 # Sheets say GB; what a TPU's compiler and a GPU's driver find is as many GiB, or nearly: libtpu's
 # messages of v4, v5e and v6e have 30.75, 15.75 and 31.25.
 GIB = 2.0**30
-PCIE4, PCIE5 = 32e9, 64e9  # bytes per second each way, 16 lanes
+PCIE3, PCIE4, PCIE5 = 16e9, 32e9, 64e9  # bytes per second each way, 16 lanes
 # "Typically around", and Trillium's: [2], chapter on TPUs, below the table of interconnects.
 TPU_PCIE, V6E_PCIE = 15e9, 32e9
 
@@ -266,18 +269,57 @@ _CHIPS = (
   _over_pcie(*("l4", "nvidia l4", 22.5 * GIB, 0.3e12, PCIE4, 242e12 / 2, "[3] L4, half of sparse")),
   _over_pcie("l40s", "nvidia l40s", 44.9 * GIB, 0.864e12, PCIE4, 362e12, "[3] L40S"),
   _over_pcie("a10", "nvidia a10", 22.5 * GIB, 0.6e12, PCIE4, 125e12, "[3] A10"),
+  _over_pcie("a10g", "nvidia a10g", 22.1 * GIB, 0.6e12, PCIE4, 70e12, "[3] A10G, of AWS"),
+  *(
+    _over_pcie(name, f"nvidia {kind}", gib * GIB, bandwidth, link, flops, f"[12] {kind}")
+    for name, kind, gib, bandwidth, link, flops in (
+      ("rtx3080", "geforce rtx 3080", 9.78, 0.760e12, PCIE4, 59.5e12),
+      ("rtx3090", "geforce rtx 3090", 23.7, 0.936e12, PCIE4, 71e12),
+      ("rtx3090ti", "geforce rtx 3090 ti", 23.7, 1.008e12, PCIE4, 80e12),
+      ("rtx4080", "geforce rtx 4080", 15.7, 0.717e12, PCIE4, 97.5e12),
+      ("rtx4090", "geforce rtx 4090", 23.6, 1.008e12, PCIE4, 165.2e12),
+      ("rtx5080", "geforce rtx 5080", 15.5, 0.960e12, PCIE5, 112.6e12),
+      ("rtx5090", "geforce rtx 5090", 31.4, 1.792e12, PCIE5, 209.5e12),
+      ("a6000", "rtx a6000", 47.5, 0.768e12, PCIE4, 154.8e12),
+      ("a40", "a40", 44.4, 0.696e12, PCIE4, 149.7e12),
+      ("6000-ada", "rtx 6000 ada generation", 47.5, 0.960e12, PCIE4, 364.2e12),
+    )
+  ),
+  # Before Ampere matmuls of bfloat16 have no tensor cores: theirs are those of float32.
+  _over_pcie(*("t4", "tesla t4", 14.7 * GIB, 0.32e12, PCIE3, 8.1e12, "[3] T4, of float32")),
+  *(
+    Chip(
+      *(name, gib * GIB, 0.9e12, 150e9, 6.25e9, 15.7e12, (f"tesla v100-sxm2-{size}gb",)),
+      source="[3], of a DGX-1",
+      flops_source="[3] V100 SXM2, of float32",
+      host_bandwidth=PCIE3,
+    )
+    for name, gib, size in (("v100", 15.8, 16), ("v100-32gb", 31.7, 32))
+  ),
+  *(
+    Chip(
+      *(name, gib * GIB, bandwidth, 448e9, 50e9, 1307.4e12, (f"amd instinct {name}",)),
+      network="Infinity Fabric",
+      source="[13]; seven links of 64 GB/s each way",
+      flops_source=f"[13] {name.upper()}",
+    )
+    for name, gib, bandwidth in (("mi300x", 192, 5.3e12), ("mi325x", 256, 6.0e12))
+  ),
 )
 # Ada, Hopper and Blackwell multiply float8 at twice the rate of bfloat16, by the same sheets; XLA
 # has no such path for int8.
-_WITH_FLOAT8 = re.compile("h100|h200|gh200|b200|gb200|l4")
+_WITH_FLOAT8 = re.compile("h100|h200|gh200|b200|gb200|l4|rtx40|rtx50|6000-ada")
 
 # Compute capability of NVIDIA's GPUs by architecture: developer.nvidia.com/cuda-gpus.
 _CAPABILITIES = (
+  ("v100", 7.0),
+  ("t4", 7.5),
   ("a100", 8.0),
-  ("a10", 8.6),
-  ("l4", 8.9),
+  ("a10|a40|a6000|rtx30", 8.6),
+  ("l4|rtx40|6000-ada", 8.9),
   ("h100|h200|gh200", 9.0),
   ("b200|gb200", 10.0),
+  ("rtx50", 12.0),
 )
 
 

@@ -27,12 +27,26 @@ from runtime.chips import (
     ("v6e:4x4", 16, "tpu", (False, False)),
     ("tpu7x:2x2x1", 8, "tpu", (False, False, False)),
     ("h100:8", 8, "gpu", ()),
+    ("rtx4090:1", 1, "gpu", ()),
+    ("mi300x:8", 8, "gpu", ()),
   ],
 )
 def test_topologies(name, devices, platform, wraps):
   found = parse(name)
   assert (found.devices, found.platform, found.wraps()) == (devices, platform, wraps)
   assert found.chip is CHIPS[name.lower().split(":")[0]]
+
+
+@pytest.mark.parametrize(
+  ("name", "shape"),
+  [("v5e:1", "v5e:1x1"), ("v5e-1", "v5e:1x1"), ("v6e:16", "v6e:4x4"), ("v5p:1", "v5p:1x1x1")],
+)
+def test_a_number_of_chips_is_a_shape_where_it_can_be_nothing_else(name, shape):
+  assert parse(name).name == shape
+  with pytest.raises(ValueError, match="v5p takes 3 dims"):  # chips or TensorCores
+    parse("v5p:8")
+  with pytest.raises(ValueError, match="v5e takes 2 dims"):
+    parse("v5e:3")
 
 
 # The tables of the Cloud TPU pages: TensorCores of v4, v5p and 7x, chips of v5e and v6e.

@@ -22,11 +22,45 @@ def device(kind):
     ("NVIDIA H100 80GB HBM3", "h100", 989.5),
     ("NVIDIA H200", "h200", 989.5),
     ("NVIDIA B200", "b200", 2250),
+    ("NVIDIA GeForce RTX 4090", "rtx4090", 165.2),
+    ("NVIDIA RTX A6000", "a6000", 154.8),
+    ("NVIDIA A10G", "a10g", 70),
+    ("Tesla V100-SXM2-16GB", "v100", 15.7),
+    ("AMD Instinct MI300X", "mi300x", 1307.4),
   ],
 )
 def test_a_device_is_known_by_the_exact_name_that_jax_reports(kind, name, tflops):
   assert chips.known(device(kind)).name == name
   assert chips.peak_flops(device(kind)) == pytest.approx(tflops * 1e12)
+
+
+@pytest.mark.parametrize(
+  ("name", "units", "multiplications", "clock"),
+  [  # multiprocessors, of bfloat16 each clock with sums in float32, GHz of the boost clock
+    ("rtx3080", 68, 256, 1.710),
+    ("rtx3090", 82, 256, 1.695),
+    ("rtx3090ti", 84, 256, 1.860),
+    ("rtx4080", 76, 256, 2.505),
+    ("rtx4090", 128, 256, 2.520),
+    ("rtx5080", 84, 256, 2.617),
+    ("rtx5090", 170, 256, 2.407),
+    ("a10", 72, 512, 1.695),
+    ("a10g", 80, 256, 1.710),
+    ("a40", 84, 512, 1.740),
+    ("a6000", 84, 512, 1.800),
+    ("6000-ada", 142, 512, 2.505),
+    ("l40s", 142, 512, 2.520),
+    ("a100", 108, 1024, 1.410),
+    ("t4", 40, 64, 1.590),  # of float32
+    ("v100", 80, 64, 1.530),
+    ("mi300x", 304, 1024, 2.100),
+  ],
+)
+def test_peaks_are_the_units_times_what_each_multiplies_in_a_clock(
+  name, units, multiplications, clock
+):
+  peak = 2 * units * multiplications * clock * 1e9
+  assert chips.CHIPS[name].flops == pytest.approx(peak, rel=0.015)
 
 
 def test_8_bit_matmuls_are_faster_where_the_data_sheets_say_so():
@@ -42,7 +76,8 @@ def test_8_bit_matmuls_are_faster_where_the_data_sheets_say_so():
   assert faster["h100"] == (0, 1979e12)
   assert faster["b200"] == (0, 4500e12)
   assert faster["l40s"] == (0, 724e12)
-  assert not {"v4", "cpu", "a10", "a100", "a100-pcie", "a100-40gb"} & {*faster}
+  assert faster["rtx5090"] == (0, 419e12)
+  assert not {"v4", "cpu", "a10", "rtx3090", "v100", "a100", "a100-pcie", "a100-40gb"} & {*faster}
 
 
 def test_of_other_names_no_peak_is_known():
@@ -89,6 +124,7 @@ def test_what_there_is_not_is_refused(text, said):
 @pytest.mark.parametrize(
   ("name", "capability"),
   [
+    *(("v100-32gb", 7.0), ("rtx3090ti", 8.6), ("rtx4090", 8.9), ("rtx5090", 12.0), ("mi300x", 0.0)),
     *(("a100-40gb", 8.0), ("a10", 8.6), ("l40s", 8.9), ("l4", 8.9), ("h100-pcie", 9.0)),
     *(("gh200", 9.0), ("gb200", 10.0), ("v5p", 0.0), ("cpu", 0.0)),
   ],
