@@ -22,7 +22,7 @@ from absl import app, flags
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from benchmarks.published_runs import PublishedRun, read
+from benchmarks.published_runs import PublishedRun, bound, error, read
 from configs import single
 from models import model_spec
 from planning import aot, memory, prediction, traced_step
@@ -137,11 +137,6 @@ def chosen_for_fit() -> frozenset[int]:
   return frozenset(random.Random(SEED).sample(range(count), count // 2))
 
 
-def error(ratio: float) -> float:
-  """Returns how far a prediction is off: 0.25 of 1.25 and of 1 / 1.25."""
-  return max(ratio, 1 / ratio) - 1
-
-
 def fit(some: Sequence[Step]) -> dict[str, float]:
   """Returns the constants with the least sum of |log(predicted / published)|.
 
@@ -180,15 +175,6 @@ def fit(some: Sequence[Step]) -> dict[str, float]:
 def as_text(values: Mapping[str, float]) -> str:
   """Returns constants as `planning.constants` takes them."""
   return ",".join(f"{name}={value:.3g}" for name, value in values.items())
-
-
-def bound(ratios: Sequence[float]) -> float:
-  """Returns the error that nine of ten are within, of n runs the one in place 0.9 (n + 1).
-
-  All, if they are fewer than nine. Source: split conformal prediction (arXiv:1604.04173).
-  """
-  errors = sorted(map(error, ratios))
-  return errors[min(len(errors), math.ceil(0.9 * (len(errors) + 1))) - 1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import functools
 import math
 import pathlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from configs.schema import recipes
@@ -136,3 +136,17 @@ def read() -> tuple[PublishedRun, ...]:
       given["where"] = f"{text['folder']}: {given['where']}"
       found.append(PublishedRun(**given))
   return tuple(found)
+
+
+def error(ratio: float) -> float:
+  """Returns how far a prediction is off: 0.25 of 1.25 and of 1 / 1.25."""
+  return max(ratio, 1 / ratio) - 1
+
+
+def bound(ratios: Sequence[float]) -> float:
+  """Returns the error that nine of ten are within, of n runs the one in place 0.9 (n + 1).
+
+  All, if they are fewer than nine. Source: split conformal prediction (arXiv:1604.04173).
+  """
+  errors = sorted(map(error, ratios))
+  return errors[min(len(errors), math.ceil(0.9 * (len(errors) + 1))) - 1]

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from benchmarks import planner_accuracy as benchmark
+from benchmarks.published_runs import bound, error
 from configs import single
 from planning import prediction
 from tests.docs.pages import section
@@ -33,21 +33,21 @@ def test_the_record_of_each_class_is_that_of_the_page():
 
 def test_the_records_follow_from_the_rows_of_the_page():
   compiled, formula = tables(THROUGHPUT, "model, topology")
-  errors = [benchmark.error(float(row[2])) for row in compiled]
+  errors = [error(float(row[2])) for row in compiled]
   record = prediction.RECORDS[prediction.COMPILED]
   assert record.runs == len(errors)
   assert record.worst == pytest.approx(max(errors), abs=0.006)
   by_formula = [one for name, one in prediction.RECORDS.items() if name != prediction.COMPILED]
   assert sum(one.runs for one in by_formula) == len(formula)
-  worst = max(benchmark.error(float(row[2])) for row in formula)
+  worst = max(error(float(row[2])) for row in formula)
   assert worst == pytest.approx(max(one.worst for one in by_formula), rel=0.03)
   assert abs(2 * sum(row[5] == "fitted" for row in formula) - len(formula)) <= 12  # about half
 
 
 def test_a_range_covers_nine_of_ten():
   ratios = [1.01, 0.98, 1.1, 1 / 1.2, 1.05, 1.0, 1.03, 0.97, 1.3, 2.0]
-  assert benchmark.bound(ratios) == pytest.approx(1.0)  # of ten runs the tenth
-  assert benchmark.bound([*ratios, *[1.0] * 20]) == pytest.approx(0.2)  # of thirty the 28th
+  assert bound(ratios) == pytest.approx(1.0)  # of ten runs the tenth
+  assert bound([*ratios, *[1.0] * 20]) == pytest.approx(0.2)  # of thirty the 28th
 
 
 @pytest.mark.parametrize(
