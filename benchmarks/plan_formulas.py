@@ -1,8 +1,8 @@
 r"""Memory, FLOPs and HBM traffic of a step by the planner's formulas, and by compiled programs.
 
   pip install -r requirements/plan.txt
-  python -m benchmarks.plan_formulas --of=memory [--only=gpt2] [--write]
-  python -m benchmarks.plan_formulas --of=traffic [--only=gpt2] [--write]
+  python -m benchmarks.plan_formulas --of=memory [--named=gpt2] [--write]
+  python -m benchmarks.plan_formulas --of=traffic [--named=gpt2] [--write]
 
 Compiles the train step of each config for its TPUs (about a minute each on two cores, no TPU) and
 prints formula / compiler; --write writes the section of docs/plan.md. For GPUs there is no compiler
@@ -11,7 +11,7 @@ by the same rules are compared with those of compiled programs, for plain attent
 runs on GPUs, and for the kernel. Compiled FLOPs and bytes are counted from the optimized HLO
 (planning/roofline.py), not measured.
 
-Of `memory`, --write keeps the rows that --only leaves out and the paragraph that is marked as a
+Of `memory`, --write keeps the rows that --named leaves out and the paragraph that is marked as a
 note; it exits with 1 if fewer than a dozen are within 10 %.
 """
 
@@ -36,7 +36,7 @@ from training.setup import Job
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "plan.md"
 _OF = flags.DEFINE_enum("of", "memory", ["memory", "traffic"], "What is compared.")
-_ONLY = flags.DEFINE_string("only", "", "Only configs whose name contains this.")
+_NAMED = flags.DEFINE_string("named", "", "Only configs whose name contains this.")
 _WRITE = flags.DEFINE_bool("write", False, "Write the section of docs/plan.md.")
 _ON_CHIP = re.compile(r"S\([1-9]\)")  # of an array's layout: its memory, if that is not HBM
 LEAST, WITHIN = 12, 0.1
@@ -236,7 +236,7 @@ def main(argv: list[str]) -> int:
   of_memory, lines = _OF.value == "memory", []
   before = section(PAGE.read_text(), HEADING)
   for case in MEMORY if of_memory else TRAFFIC:
-    if _ONLY.value in case.name:
+    if _NAMED.value in case.name:
       lines.append(row(case))
       print(lines[-1], flush=True)
     elif _WRITE.value and of_memory:

@@ -1,6 +1,6 @@
 r"""Predictions of `plan` next to published training speeds: `benchmarks/published_runs`.
 
-  python -m benchmarks.planner_accuracy [--only=v6e] [--fit] [--write]
+  python -m benchmarks.planner_accuracy [--named=v6e] [--fit] [--write]
 
 Plans every run by formula and prints predicted / published, then the errors by class of runs. Half
 of the runs, drawn with SEED, may be used to choose constants; the others are only predicted. --fit
@@ -49,7 +49,7 @@ PICTURE = "images/planner_accuracy.svg"  # beside the page
 PICTURE_TITLE = "Predicted over published training speed of each run, by class of runs"
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "plan.md"
 SEED = 40  # draws the runs that constants may be fitted to
-_ONLY = flags.DEFINE_string("only", "", "Runs that have this in their line of the table.")
+_NAMED = flags.DEFINE_string("named", "", "Runs that have this in their line of the table.")
 _FIT = flags.DEFINE_bool("fit", False, "Print constants that suit half of the runs best.")
 _WRITE = flags.DEFINE_bool("write", False, "Write the section of docs/plan.md.")
 
@@ -392,7 +392,7 @@ def main(argv: list[str]) -> None:
   """Plans every run."""
   del argv
   found = {}
-  for number, step in steps(_ONLY.value):
+  for number, step in steps(_NAMED.value):
     found[number] = step
     refused = isinstance(step, ValueError)
     text = f"| {title(read()[number])} | refused: {' '.join(str(step).split())} |"
