@@ -330,7 +330,7 @@ def constants(plan: Plan) -> str:
   if (dtype := plan.job.config.training.matmul_dtype) != "compute":
     speeds.insert(1, f"{number(chip.eight_bit_flops / 1e12)} TFLOP/s in {dtype}")
   speeds.append(f"{chip.link_bandwidth / 1e9:.3g} GB/s {near}")
-  matmul = rates.matmul or chip.matmul
+  matmul = rates.matmul or (not plan.program and chip.formula) or chip.matmul
   memory = rates.memory or chip.memory
   shares = [f"{100 * share:g}" for share in (matmul, memory, rates.link)]
   each = f"each at {shares[0]} %" if len(set(shares)) == 1 else f"at {', '.join(shares)} %"

@@ -53,6 +53,7 @@ def test_a_machine_of_gpus_is_planned_by_formulas(main, tmp_path):
   assert found["chip_hours"] == pytest.approx(200 * expected * 8 / 3600)
   assert found["cost"] is None
   assert "Accuracy: by formula, the peak memory is within 10 %" in out
+  assert "at 80, 92, 80 % efficiency" in out  # of H200 no share is fitted
   assert re.search(r"accuracy: of \d+ published runs \(GPU, dense, by formula\) half are", out)
   page = html.unescape((tmp_path / "plan.html").read_text())
   for statement in found["accuracy"].values():
