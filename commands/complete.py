@@ -224,13 +224,13 @@ _TABLES = {
 }
 
 
-def _keys(config: str | None, known: Mapping) -> Mapping[str, Sequence]:
+def _keys(location: str | None, known: Mapping) -> Mapping[str, Sequence]:
   """Returns the keys of the config that is given, with what its file and those it imports register.
 
   The files are read, not executed.
   """
-  found = dict(_of_recipe(config, known))
-  path = (config or "").partition(":")[0]
+  found = dict(_of_recipe(location, known))
+  path = (location or "").partition(":")[0]
   path = os.path.expanduser(path if path.endswith(".py") else f"{path}.py")
   left, seen = [path], set()
   while left:
@@ -253,14 +253,14 @@ def _keys(config: str | None, known: Mapping) -> Mapping[str, Sequence]:
   return found
 
 
-def _of_recipe(config: str | None, known: Mapping) -> Mapping[str, Sequence]:
+def _of_recipe(location: str | None, known: Mapping) -> Mapping[str, Sequence]:
   """Returns the keys of the recipe that `--config` names; of all where there is none."""
-  file, _, argument = (config or "").partition(":")
+  file, _, argument = (location or "").partition(":")
   model = re.sub(r"^.*model=|,.*$", "", argument) if "=" in argument else argument
   if argument and model in known["keys"]:
     return known["keys"][model]
   experiment = f"{os.sep}experiments{os.sep}" in file
-  if model in known["recipes"] or (config is not None and not argument and not experiment):
+  if model in known["recipes"] or (location is not None and not argument and not experiment):
     return known["keys"]["lm"]
   return {key: row for keys in reversed(known["keys"].values()) for key, row in keys.items()}
 

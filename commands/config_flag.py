@@ -11,7 +11,7 @@ import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -40,7 +40,9 @@ def parse(argv: list[str], names: tuple[str, ...] = ("config",)) -> list[str]:
   argv = [_with_underscores(word) for word in argv]
   for name in names:
     for value in config_values(argv, name):
-      argv = _with_whole_numbers(argv, name, load(name, value))
+      config = load(name, value)
+      whole = {f"{name}.{key}" for key, of, last in keys(config) if of.get_type(last) is int}
+      argv = [_with_whole_number(word, whole) for word in argv]
   try:
     return flags.FLAGS(argv)
   except flags.UnrecognizedFlagError as error:
@@ -288,18 +290,17 @@ def _with_underscores(word: str) -> str:
   return given[:2] + given[2:].replace("-", "_") + equals + value if given[:2] == "--" else word
 
 
-def _with_whole_numbers(argv: list[str], flag: str, config: ConfigDict) -> list[str]:
-  """Returns `--config.training.steps=1000` for `--config.training.steps=1e3`."""
-  whole = {f"{flag}.{key}" for key, section, last in keys(config) if section.get_type(last) is int}
+def _with_whole_number(word: str, whole: Collection[str]) -> str:
+  """Returns `--config.training.steps=1000` for `--config.training.steps=1e3`.
 
-  def written(word: str) -> str:
-    given, _, value = word.partition("=")
-    number = float(value) if re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d{1,2}", value) else 0.5
-    if given.lstrip("-") not in whole or not number.is_integer():
-      return word
-    return f"{given}={number:.0f}"
-
-  return [written(word) for word in argv]
+  Args:
+    word: of a command line.
+    whole: the flags whose values are whole numbers.
+  """
+  given, _, value = word.partition("=")
+  number = float(value) if re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d{1,2}", value) else 0.5
+  is_whole = given.lstrip("-") in whole and number.is_integer()
+  return f"{given}={number:.0f}" if is_whole else word
 
 
 def _unknown_flag(error: flags.UnrecognizedFlagError) -> str:

@@ -199,9 +199,9 @@ def _given(argv: Sequence[str], flag: str) -> list[str]:
 # ------------------------------ what is refused ------------------------------
 
 
-def _two_configs(word: str, config: str, other: str, verb: str) -> str:
+def _two_configs(word: str, location: str, other: str, verb: str) -> str:
   other = config_flag.run_in(other) or other
-  if not config_flag.run_in(config):
+  if not config_flag.run_in(location):
     return f"{word} and {other}: two configs; give one"
   where = "checkpoint" if verb in ("evaluate", "sample", "export") else "workdir"
   return (
