@@ -37,7 +37,7 @@ from training.metrics.console import say, say_wrapped
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
   parsed = copy.deepcopy(flags.CONFIG.value)
-  run_tokenizer.adopt_missing(flags.CONFIG.value, flags.workdir())
+  run_tokenizer.adopt_missing(flags.CONFIG.value.data, flags.CONFIG.value.model, flags.workdir())
   splits.train_missing_tokenizer(flags.CONFIG.value)
   restore.adopt_schedule(flags.CONFIG.value, flags.workdir())
   [ready] = build.prepare(flags.CONFIG)

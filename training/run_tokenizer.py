@@ -105,19 +105,18 @@ def adopt(config: ConfigDict, location: str) -> None:
   config.data.tokenizer = str(found)
 
 
-def adopt_missing(config: ConfigDict, workdir: epath.Path) -> None:
-  """Lets a run that resumes read its own copy of files that the config names and that are gone."""
-  model = config.model
+def adopt_missing(data: ConfigDict, model: ConfigDict, workdir: epath.Path) -> None:
+  """Lets a run that resumes read its own copy of files that its sections name and that are gone."""
   gone = "folder" in model and not os.path.isdir(os.path.expanduser(model.folder))
   if gone and (found := of_checkpoint(str(workdir))) is not None:
-    _adopt_model(config.data, model, found, str(workdir))
-  if config.data.get("chat_template") and (found := of_checkpoint(str(workdir))) is not None:
-    _adopt_template(config.data, found)
-  given = config.data.get("tokenizer")
+    _adopt_model(data, model, found, str(workdir))
+  if data.get("chat_template") and (found := of_checkpoint(str(workdir))) is not None:
+    _adopt_template(data, found)
+  given = data.get("tokenizer")
   if not given or given == tokenizer.BYTES or epath.Path(given).expanduser().exists():
     return
   if (found := of_checkpoint(str(workdir))) is not None and _has_tokenizer(found):
-    config.data.tokenizer = str(found)
+    data.tokenizer = str(found)
 
 
 def _adopt_model(data: ConfigDict, model: ConfigDict, folder: epath.Path, location: str) -> None:

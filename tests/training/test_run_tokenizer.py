@@ -77,14 +77,14 @@ def test_a_run_that_resumes_reads_its_own_only_where_the_given_one_is_gone(train
   moved = run.parent / "moved"
   shutil.copytree(trained, moved)
   config = config_of(moved)
-  run_tokenizer.adopt_missing(config, epath.Path(run))
+  run_tokenizer.adopt_missing(config.data, config.model, epath.Path(run))
   assert config.data.tokenizer == str(moved)
   shutil.rmtree(moved)
-  run_tokenizer.adopt_missing(config, epath.Path(run))
+  run_tokenizer.adopt_missing(config.data, config.model, epath.Path(run))
   assert config.data.tokenizer.endswith("checkpoints/2/tokenizer")
   for spec in ("", "bytes"):
     config = config_of(spec)
-    run_tokenizer.adopt_missing(config, epath.Path(run))
+    run_tokenizer.adopt_missing(config.data, config.model, epath.Path(run))
     assert config.data.tokenizer == spec
 
 
@@ -109,7 +109,7 @@ def test_the_chat_template_of_a_file_is_copied_too(trained, tmp_path, spec, suff
   with Checkpointer(tmp_path / "run" / "checkpoints", tokenizer=copies) as checkpointer:
     save_counting(checkpointer, 1)
   here = config()
-  run_tokenizer.adopt_missing(here, epath.Path(tmp_path / "run"))
+  run_tokenizer.adopt_missing(here.data, here.model, epath.Path(tmp_path / "run"))
   assert here.data.chat_template == str(file)
   file.unlink()
   for adopt in (run_tokenizer.adopt, run_tokenizer.adopt_missing):
