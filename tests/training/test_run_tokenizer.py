@@ -112,7 +112,11 @@ def test_the_chat_template_of_a_file_is_copied_too(trained, tmp_path, spec, suff
   run_tokenizer.adopt_missing(here.data, here.model, epath.Path(tmp_path / "run"))
   assert here.data.chat_template == str(file)
   file.unlink()
-  for adopt in (run_tokenizer.adopt, run_tokenizer.adopt_missing):
+
+  def adopt_missing(config, run):
+    run_tokenizer.adopt_missing(config.data, config.model, run)
+
+  for adopt in (run_tokenizer.adopt, adopt_missing):
     copied = config()
     adopt(copied, epath.Path(tmp_path / "run"))
     assert copied.data.chat_template.endswith(f"checkpoints/1/tokenizer/chat_template.{suffix}")
