@@ -9,7 +9,7 @@ from absl import flags
 from etils import epath
 from ml_collections import config_flags
 
-from commands import config_flag, help, words
+from commands import config_flag, words
 from commands.refusal import refuse
 from commands.verbs import VERBS
 from runtime import exit_codes, files
@@ -196,7 +196,9 @@ def parse_flags(argv: list[str]) -> list[str]:
   """Parses the flags; what absl and ml_collections raise is a refusal like any other."""
   owners = {flag.name: verbs for flag, verbs in OWNERS}
   try:
-    if help.asked(argv):
+    if words.asks_for_help(argv):
+      from commands import help  # which a run does not need
+
       help.show(help.text(words.as_flags(argv, owners, asks=True), owners))
       sys.exit(exit_codes.DONE)
     _typed[:] = argv[1:]

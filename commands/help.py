@@ -14,6 +14,7 @@ from absl import flags
 
 from commands import config_flag
 from commands.verbs import VERBS
+from commands.words import HELP_WORDS
 from configs import base
 from configs.keys import table
 from configs.keys.row import Key
@@ -21,16 +22,9 @@ from configs.schema import recipes
 from runtime import exit_codes
 from runtime.suggest import elsewhere, nearest
 
-WORDS = ("-h", "-help", "--help", "-?", "--helpfull", "--helpshort", "--helpxml", "--help=true")
 KEYS = "keys"  # `help keys`: all of them
 WIDEST = 100
 _COMMAND = "python main.py"
-
-
-def asked(argv: Sequence[str]) -> bool:
-  """Returns whether a command line asks for help."""
-  words = argv[1:]
-  return words[:1] == ["help"] or any(w in WORDS or w.startswith("--help=") for w in words)
 
 
 def text(argv: Sequence[str], owners: Mapping[str, Sequence[str]]) -> str:
@@ -66,9 +60,9 @@ def _topics(argv: Sequence[str]) -> list[str]:
   rest = list(argv[2:] if begins else argv[1:])
   found = []
   for before, word in zip(["", *rest], rest, strict=False):
-    if word.startswith("--help=") and word not in WORDS:
+    if word.startswith("--help=") and word not in HELP_WORDS:
       found.append(word.partition("=")[2])
-    elif before in ("--config", "-config") or word in (*WORDS, "help"):
+    elif before in ("--config", "-config") or word in (*HELP_WORDS, "help"):
       continue
     elif not word.startswith("-") or (begins and "=" not in word and word != "--config"):
       found.append(word)

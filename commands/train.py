@@ -6,9 +6,9 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from etils import epath
+from etils import epath, epy
 
-from commands import build, closing, flags, preflight_facts, run_report
+from commands import build, flags, preflight_facts, run_report
 from configs.schema import optimizer_checks
 from inference import request
 from partitioning.mesh_sizes import mesh_text
@@ -33,6 +33,9 @@ from training.checkpointing import resume_policy
 from training.checkpointing.async_writer import SaveError
 from training.metrics import goodput, sinks
 from training.metrics.console import say, say_wrapped
+
+with epy.lazy_imports():  # what is said at the end
+  from commands import closing
 
 
 def prepare(watch: Watchdog) -> Callable[[], int]:

@@ -22,11 +22,20 @@ from runtime import files
 from runtime.suggest import nearest
 
 HELP = "help"
+HELP_WORDS = (
+  *("-h", "-help", "--help", "-?", "--helpfull", "--helpshort", "--helpxml", "--help=true"),
+)
 DEFAULT = "configs/dp4_tp2.py:lm_bpe"  # the job of README and `make train`
 _MEANS_PATH = re.compile(r"[/:]|\.py$")
 _SETTING = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
 # Of which one is in the workdir of each run: those of `training.workdir_files` and a checkpoint's.
 _FILES = ("given.json", "metrics.jsonl", "checkpoints")
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+  """Returns whether a command line asks for help."""
+  words = argv[1:]
+  return words[:1] == [HELP] or any(w in HELP_WORDS or w.startswith("--help=") for w in words)
 
 
 def as_flags(

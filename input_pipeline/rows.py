@@ -10,12 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from etils import epath
+from etils import epath, epy
 
-from input_pipeline import bad_records, catalog, packing, store, tfds_documents
+from input_pipeline import bad_records, catalog, packing, store
 from input_pipeline.bad_records import Sharing
 from input_pipeline.source import BadRecords, Source, UnreadableError, counted, few
 from input_pipeline.text import tokenizer
+
+with epy.lazy_imports():  # texts do not need it
+  from input_pipeline import tfds_documents
 
 _ALL = 2.0**64  # the hashes of documents are below
 SPLITS = ("train", "test")
