@@ -88,7 +88,7 @@ def test_a_run_on_a_terminal_of_80_columns(forks, tmp_path):
   rewritten = [line for line in lines if any(text in line for text in (*shown, "left 0:"))]
   assert max(map(len, rewritten)) <= 80
   assert "step 4/4" in rewritten[-1]
-  assert raw.rstrip().endswith(f"layout --config=configs/single.py:mlp {' '.join(command[3:])}")
+  assert raw.rstrip().endswith(f"python main.py layout {tmp_path}")
 
 
 def test_a_terminal_that_cannot_rewrite_lines_gets_plain_ones(forks, tmp_path):

@@ -158,7 +158,7 @@ def test_float32_matmuls_take_twice_as_long_on_gpus():
     times_of("h100:8", **{"training.compute_dtype": dtype}) for dtype in ("bfloat16", "float32")
   )
   assert half.work.flops == wide.work.flops
-  assert wide.compute == pytest.approx(2 * wide.work.flops / (989.5e12 * CHIPS["h100"].matmul))
+  assert wide.compute == pytest.approx(2 * wide.work.flops / (989.5e12 * CHIPS["h100"].formula))
   assert half.compute < wide.compute
 
 

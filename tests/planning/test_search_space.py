@@ -10,7 +10,7 @@ from planning import search_space
 
 
 def test_all_factorizations_of_the_devices_are_tried_once():
-  config = dp4_tp2.get_config("lm")
+  config = finalize.finalize(dp4_tp2.get_config("lm"), "tpu")
   names = search_space.Space(config).axes()
   assert names == ("data", "fsdp", "stage", "context", "tensor")
   found = search_space.Space(config).meshes(names, 8)
@@ -19,7 +19,7 @@ def test_all_factorizations_of_the_devices_are_tried_once():
 
 
 def test_other_axes_keep_the_size_of_the_config():
-  config = dp4_tp2.get_config("lm")
+  config = finalize.finalize(dp4_tp2.get_config("lm"), "tpu")
   names = search_space.Space(config).axes(("fsdp", "data"))
   assert names == ("data", "fsdp")
   assert search_space.Space(config).meshes(names, 8) == [  # beside tensor=2
@@ -49,8 +49,10 @@ def test_stages_divide_the_layers():
 def test_axes_that_cannot_be_searched_are_refused():
   with pytest.raises(ValueError, match=r"--axes=dat: unknown axis 'dat'; .*did you mean 'data'"):
     search_space.Space(dp4_tp2.get_config("lm")).axes(("dat",))
+  config = fsdp.get_config("lm")
+  config.model.layers = 4
   with pytest.raises(ValueError, match=r"mesh\.fsdp=-1: fsdp is not searched"):
-    search_space.Space(fsdp.get_config("lm")).axes(("data",))
+    search_space.Space(config).axes(("data",))
 
 
 def test_only_models_with_a_use_for_an_axis_get_it():

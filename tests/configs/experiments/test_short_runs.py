@@ -59,7 +59,7 @@ def test_opens_with_its_command_and_what_it_gives(name):
 @pytest.mark.parametrize("name", FILES)
 def test_the_page_has_it(name):
   assert f"(../configs/experiments/{name})" in PAGE
-  assert f"--config=configs/experiments/{name}" in PAGE
+  assert re.search(rf"main.py (\w+ )?configs/experiments/{name.removesuffix('.py')}\b", PAGE)
 
 
 @pytest.mark.parametrize("name", PLANNED)
