@@ -18,7 +18,7 @@ import sys
 
 from absl import flags as absl_flags
 
-from commands import config_flag, flags, help
+from commands import config_flag, flags, words
 from configs import base
 from configs.schema import finalize, validate
 from training import workdir_files
@@ -35,7 +35,7 @@ def wrong(arguments: list[str], run: str) -> str:
     run: a workdir, which stands for those of the pages, `runs/NAME`, that are not there.
   """
   arguments = [re.sub(r"(^|=)runs/[\w.-]+", rf"\1{run}", word) for word in arguments]
-  if help.asked(["main.py", *arguments]):
+  if words.asks_for_help(["main.py", *arguments]):
     return ""
   try:
     sys.argv = flags.rewritten(["main.py", *arguments])
