@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import os
 
 import pytest
 from etils import epath
@@ -78,3 +79,20 @@ def test_the_page_needs_nothing_else_and_says_what_the_report_says(tmp_path, cap
   assert "planning.constants" in page
   assert '<td class="rule">[3] H100 SXM, half of sparse</td>' in page  # where the peak is from
   assert "Sources: [1] the Cloud TPU system pages" in page
+
+
+def test_where_there_is_no_terminal_a_line_says_what_is_done_and_since_when(monkeypatch):
+  monkeypatch.setattr(plan_process, "PIPED_SECONDS", 0.0)
+  reading, writing = os.pipe()
+  said = []
+
+  def say(line):
+    said.append(line)
+    if len(said) == 1:
+      os.write(writing, b"mesh 1 of 4\nmesh 2 of 4 by formula\n")
+    else:
+      os.close(writing)
+
+  with open(reading, "rb", buffering=0) as phases:
+    plan_process._watch(phases, "search: h100:8", say, quiet=False)
+  assert said == ["search: h100:8: starting, 0:00", "search: h100:8: mesh 2 of 4 by formula, 0:00"]

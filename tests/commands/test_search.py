@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import re
 
 import jax
 import psutil
@@ -71,8 +70,7 @@ def compiler(monkeypatch, seconds, *, fits=True):
 
 
 @pytest.mark.long
-def test_gpus_are_searched_by_formula(main, tmp_path, monkeypatch):
-  monkeypatch.setattr(plan_process, "PIPED_SECONDS", 1.0)
+def test_gpus_are_searched_by_formula(main, tmp_path):
   cache = f"--config.planning.cache_dir={tmp_path / 'plans'}"
   code, out, err = main(
     *("search", *MLP, "--topology=h100:8,h200:8", "--price=h100=2", "--price=h200=9"),
@@ -80,7 +78,6 @@ def test_gpus_are_searched_by_formula(main, tmp_path, monkeypatch):
     *(f"--workdir={tmp_path / 'run'}", cache),
   )
   assert (code, err) == (0, ""), (out, err)
-  assert re.search(r"^search: h100:8: .* by formula, 0:\d\d$", out, re.MULTILINE)
   assert "8 devices of h100:8: " in out
   assert "nothing was compiled or run" in out
   assert "cheapest of all: 8 devices of h100:8" in out

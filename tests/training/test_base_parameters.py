@@ -237,7 +237,10 @@ def test_a_run_starts_from_one_with_adapters_and_has_its_base(base_decoder, tmp_
     restore.first_state(without)
   for other, said in (
     (decoder(), r"/4 has other adapters: lora\.rank=0 here, and 2 there; lora\.targets="),
-    (decoder(**more), r"has other adapters: lora\.targets=\['layers/attention/query', 'layers/mlp"),
+    (
+      decoder(**more),
+      r"has other adapters: lora\.targets=\['query', 'up'\] here, and \['query'\] there",
+    ),
   ):
     with pytest.raises(ValueError, match=said):
       restore.model_state(other, str(tmp_path / "first"))
