@@ -101,7 +101,7 @@ def killed(corpus, folder, shards):
 
   Near the end its workers are killed as well: alone, one may finish the last shard.
 
-  Returns None where it has ended before.
+  Returns None where it, or its workers, have ended before.
   """
   process = subprocess.Popen(
     [sys.executable, "-c", PREPARE, str(corpus), str(folder)],
@@ -117,7 +117,7 @@ def killed(corpus, folder, shards):
     workers = psutil.Process(process.pid).children()
     for one in workers if shards == UNITS - 1 else ():
       one.kill()
-    return workers
+    return workers or None  # they may have ended meanwhile
   finally:
     process.kill()
     process.wait()
