@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from configs import base
 from runtime import extensions
@@ -97,9 +97,8 @@ def name(flag: flags.FlagHolder) -> str:
   [*_, value] = config_values(sys.argv, flag.name)
   if run := run_in(value):
     return pathlib.PurePath(run).name
-  path = config_flags.get_config_filename(flags.FLAGS[flag.name])
-  strategy = os.path.splitext(os.path.basename(path))[0]
-  given, recipe = value.removeprefix(path).removeprefix(":"), flag.value.argument
+  path, _, given = value.partition(":")
+  strategy, recipe = os.path.splitext(os.path.basename(path))[0], flag.value.argument
   named = given or ("" if "=" in recipe else recipe)
   return f"{strategy}_{named}".rstrip("_").replace("=", "-").replace(",", "_")
 

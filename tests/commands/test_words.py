@@ -138,7 +138,5 @@ def test_the_default_workdir_is_named_by_the_file_and_what_was_asked_of_it(
   monkeypatch, config, recipe, wanted
 ):
   monkeypatch.setattr("sys.argv", ["main.py", f"--config={config}"])
-  file = config.partition(":")[0]
-  monkeypatch.setattr(config_flag.config_flags, "get_config_filename", lambda _: file)
   flag = types.SimpleNamespace(name="config", value=types.SimpleNamespace(argument=recipe))
   assert config_flag.name(flag) == wanted
