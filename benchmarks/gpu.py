@@ -1,19 +1,21 @@
-r"""Trains on one GPU beside PyTorch, in turns: `ratio R` of seconds, tokens per second, MFU.
+r"""Trains on one GPU beside PyTorch: `ratio R` of seconds, tokens per second, MFU.
 
   python -m benchmarks.gpu [--gpu_models=gpt2_124m,llama_1b] [--turns=8] [--turn_steps=20]
     [--torch_python=PYTHON] [--trace=DIR] [--small]
 
 The reference is `benchmarks/gpu_torch.py`: the same shapes, compiled by torch.compile, with flash
 attention, fused AdamW, bfloat16 autocast and clipping of the gradients' norm. Each side is a
-process of its own that holds its model on the device. They start from the same parameters, see the
-same batches and take `turns` turns of `turn_steps` steps; the one that waits does nothing. The
-losses after as many steps must agree, or the two do not train the same model, and it exits with 1.
+process of its own, and they have the device one after the other: both models at once do not fit
+it. They start from the same parameters, see the same batches and take `turns` turns of
+`turn_steps` steps. The losses after as many steps must agree, or the two do not train the same
+model, and it exits with 1.
 
 R is the median over the turns of ours / PyTorch's. MFU is the model's FLOPs per second over the
 device's dense bfloat16 peak (`runtime/chips.py`), once with all scores of attention, as nanoGPT
 and torchtitan count, and once with the causal half. `--small` shrinks the models for a CPU: it
 shows that the benchmark works, and says nothing about speed. PyTorch may be installed for another
-Python than JAX: `--torch_python`. `--trace` writes a trace of a turn of ours, after the others.
+Python than JAX: `--torch_python`. `--trace` writes our compiled step (hlo.txt) and a trace of a
+last turn of ours.
 """
 
 import contextlib
@@ -26,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -54,6 +56,7 @@ _COMPILE = flags.DEFINE_bool("torch_compile", True, "Whether PyTorch compiles.")
 ROOT = pathlib.Path(__file__).parents[1]
 # Relative difference of the losses after some steps in bfloat16, with other orders of sums.
 TOLERANCE = 2e-2
+TRACED_STEPS = 4
 OPTIMIZER = {
   "learning_rate": 3e-4,
   "beta_1": 0.9,
@@ -86,14 +89,15 @@ class Model:
 
 
 MODELS = {
-  "gpt2_124m": Model("gpt2", "gpt2_124m", 32, 1024, {"training.rematerialization": "none"}),
+  # As many tokens as nanoGPT has: PyTorch's side has no padding that it masks.
+  "gpt2_124m": Model("gpt2", "gpt2_124m", 32, 1024, {"model.vocabulary_size": 50_304}),
   # Llama 3.2 1B with plain rotary positions: their table costs the same.
   "llama_1b": Model(
     "llama",
     "llama3_2_1b",
     8,
     2048,
-    {"model.rotary_scaling": (), "training.rematerialization": "none"},
+    {"model.rotary_scaling": ()},
   ),
 }
 # Sizes for a CPU.
@@ -115,6 +119,7 @@ def job(name: str, folder: str) -> dict:
     **{f"optimizer.{key}": value for key, value in OPTIMIZER.items() if key != "steps"},
     "optimizer.schedule": "constant",
     "training.compute_dtype": "bfloat16",
+    "training.rematerialization": "elementwise",
     "data.sequence_length": model.length,
     "data.global_batch_size": model.rows,
   }
@@ -138,24 +143,19 @@ def job(name: str, folder: str) -> dict:
 
 
 class Process:
-  """A side in a process of its own."""
+  """A side in a process of its own, which imports its libraries as soon as it is made."""
 
-  def __init__(
-    self, python: str, module: str, told: dict, cores: Iterable[int] | None, *options: str
-  ):
-    """Starts it, on some of the processor's cores, and waits until it has compiled."""
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+  def __init__(self, python: str, module: str, cores: Iterable[int] | None, *options: str):
+    """Starts it, on some of the processor's cores."""
     self._process = subprocess.Popen(
       [python, "-m", module, *options],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       cwd=ROOT,
-      env=environment,
       text=True,
       preexec_fn=None if cores is None else lambda: os.sched_setaffinity(0, cores),
     )
     self._module = module
-    self.first = self._ask(told)
 
   def _ask(self, question: dict) -> dict:
     """Returns the answer to a line."""
@@ -165,6 +165,10 @@ class Process:
     if not line:
       raise RuntimeError(f"{self._module} ended with {self._process.wait()}; see above")
     return json.loads(line)
+
+  def compile(self, told: dict) -> None:
+    """Makes it build its model and compile; returns when it has."""
+    self._ask(told)
 
   def run(self, steps: int, **more: Any) -> dict:
     """Returns the seconds of some steps and the last loss."""
@@ -176,35 +180,72 @@ class Process:
 
   def close(self) -> None:
     """Ends the process."""
-    self._process.stdin.close()
+    with contextlib.suppress(BrokenPipeError):
+      self._process.stdin.close()
     self._process.wait()
 
 
-def beside(
-  told: dict, steps: int, cores: Iterable[int] | None = None, trace: str | None = None, **more: Any
+def sides(cores: Iterable[int] | None = None) -> tuple[Process, Process]:
+  """Returns both sides, ours first, which import their libraries meanwhile.
+
+  Args:
+    cores: of the processor that both may use.
+  """
+  ours = Process(sys.executable, "benchmarks.gpu", cores, "--side")
+  return ours, Process(PYTHON.value, "benchmarks.gpu_torch", cores)
+
+
+def in_turns(
+  both: tuple[Process, Process], told: dict, steps: int, **more: Any
 ) -> tuple[list[tuple[dict, dict]], tuple[dict, dict]]:
   """Returns the turns of both sides, which alternate, and their facts: ours first.
 
   Args:
+    both: sides, which end here.
     told: see benchmarks/gpu_protocol.py; where parameters are and PyTorch's sizes are added.
     steps: of a turn.
-    cores: of the processor that both may use.
-    trace: where a trace of a last turn of ours is written.
     **more: of each turn.
   """
-  with contextlib.ExitStack() as stack:
-    told["parameters"] = stack.enter_context(tempfile.TemporaryDirectory())
-    ours = Process(sys.executable, "benchmarks.gpu", told, cores, "--side")
-    stack.callback(ours.close)
+  with tempfile.TemporaryDirectory() as told["parameters"], _closed(both):
+    ours, reference = both
+    ours.compile(told)
     told["sizes"] = ours.facts()["sizes"]
-    reference = Process(PYTHON.value, "benchmarks.gpu_torch", told, cores)
-    stack.callback(reference.close)
-    turns = [
-      tuple(side.run(steps, **more) for side in (ours, reference)) for _ in range(TURNS.value)
-    ]
-    if trace:
-      ours.run(steps, trace=trace)
+    reference.compile(told)
+    turns = [tuple(side.run(steps, **more) for side in both) for _ in range(TURNS.value)]
     return turns, (ours.facts(), reference.facts())
+
+
+def one_after_the_other(
+  both: tuple[Process, Process], told: dict, steps: int, trace: str | None
+) -> tuple[list[tuple[dict, dict]], tuple[dict, dict]]:
+  """Returns what `in_turns` does, where only one of the models fits the device.
+
+  Args:
+    both: sides, which end here.
+    told: as for `in_turns`.
+    steps: of a turn.
+    trace: where our compiled step and a trace of a last turn of ours are written.
+  """
+  runs, facts = [], []
+  with tempfile.TemporaryDirectory() as told["parameters"], _closed(both):
+    for side in both:
+      side.compile(told)
+      runs.append([side.run(steps) for _ in range(TURNS.value)])
+      facts.append(side.facts())
+      told["sizes"] = facts[0]["sizes"]
+      if trace and side is both[0]:
+        side.run(TRACED_STEPS, trace=trace)
+      side.close()
+  return list(zip(*runs, strict=True)), tuple(facts)
+
+
+@contextlib.contextmanager
+def _closed(both: tuple[Process, Process]) -> Iterator[None]:
+  """Ends the sides afterwards."""
+  with contextlib.ExitStack() as stack:
+    for side in both:
+      stack.callback(side.close)
+    yield
 
 
 def agree(name: str, ours: float, other: float) -> bool:
@@ -215,9 +256,10 @@ def agree(name: str, ours: float, other: float) -> bool:
   return False
 
 
-def measure(name: str) -> bool:
-  """Prints the lines of a model; returns whether both trained the same model."""
-  turns, facts = beside(job(name, ""), STEPS.value, trace=_TRACE.value)
+def measure(name: str, both: tuple[Process, Process]) -> bool:
+  """Prints the lines of a model; returns whether both sides trained the same model."""
+  trace = f"{_TRACE.value}/{name}" if _TRACE.value else None
+  turns, facts = one_after_the_other(both, job(name, ""), STEPS.value, trace)
   return report(name, turns, facts, STEPS.value)
 
 
@@ -291,7 +333,8 @@ class Side:
     """Compiles the step and initializes the state; see benchmarks/gpu_protocol.py."""
     self._job = prepare(description["recipe"], description["overrides"])
     description["sizes"] = self._sizes = sizes(self._job, description["family"])
-    save(self._job, pathlib.Path(description["parameters"]))
+    if description["parameters"]:
+      save(self._job, pathlib.Path(description["parameters"]))
     self._step = self._job.compile_train_step().function
     self._state = self._job.initial_state()
     self._description, self._batch = description, gpu_protocol.train_batch(description)
@@ -312,6 +355,8 @@ class Side:
     """Runs some steps; see benchmarks/gpu_protocol.py."""
     with jax.profiler.trace(trace) if trace else contextlib.nullcontext():
       found = self._run(steps)
+    if trace:
+      pathlib.Path(trace, "hlo.txt").write_text(self._step.as_text())
     if validate:
       batches = map(self._placed, gpu_protocol.validation_batches(self._description))
       sums = [self._evaluate(self._state.params, batch) for batch in batches]
@@ -330,6 +375,10 @@ class Side:
     last = float(metrics["loss"])  # waits for the device
     seconds, processor = time.perf_counter() - began[0], time.process_time() - began[1]
     return {"seconds": seconds, "processor": processor, "loss": last}
+
+  def temporary_bytes(self) -> int:
+    """Returns what the compiled step takes beside its state and batch."""
+    return self._step.memory_analysis().temp_size_in_bytes
 
   def facts(self) -> dict:
     """Returns versions, sizes, what was chosen, and the FLOPs of a step and of the device."""
@@ -361,7 +410,8 @@ def main(argv: list[str]) -> int:
     return 0
   if unknown := [name for name in _MODELS.value if name not in MODELS]:
     raise app.UsageError(f"--gpu_models={unknown[0]}: one of {', '.join(MODELS)}")
-  good = [measure(name) for name in _MODELS.value]
+  started = {name: sides() for name in _MODELS.value}
+  good = [measure(name, both) for name, both in started.items()]
   return 0 if all(good) else 1
 
 

@@ -15,7 +15,8 @@ The job:
   text: folder of train.npy and validation.npy, ids of tokens; None: some batches by Zipf's law.
   optimizer: learning_rate, beta_1, beta_2, epsilon, weight_decay, clip_norm, warmup_steps,
     steps (of a cosine to a tenth; None: the rate is constant).
-  parameters: folder of the .npy files that both start from, which the application writes.
+  parameters: folder of the .npy files that both start from, which the application writes; "":
+    the application is alone.
   compile: whether PyTorch compiles.
 """
 

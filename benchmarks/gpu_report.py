@@ -14,10 +14,10 @@ the command works, and says nothing about speed.
   plan       the predicted step and memory of llama_1b, to hold beside what was measured
   matmuls    TFLOP/s of matmuls by shape and dtype, for the planner's constants
   attention  forward and backward of each kernel over lengths and sizes of heads
+  variants   llama_1b with other keys and compiler options, 8-bit matmuls among them
   resume     a run from step 3 again: the same losses to the bit?
   start      seconds to the first step, with a cold and a warm compilation cache
   compare    two microbatches beside one, in float64
-  float8     llama_1b with 8-bit matmuls beside bfloat16
 """
 
 import contextlib
@@ -27,7 +27,6 @@ import os
 import pathlib
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -110,39 +109,67 @@ def best_of(function: Callable[[], Any], times: int = 5) -> float:
   return min(found)
 
 
+def shapes_of_matmuls() -> list[tuple[str, tuple[int, int, int]]]:
+  """Returns what each is and (rows, inputs, outputs) of the matmuls of both models."""
+  if SMALL.value:
+    return [("square", (128, 128, 128)), ("mlp", (128, 64, 256))]
+  square = [("square", (n, n, n)) for n in (2048, 4096, 8192)]
+  llama = [
+    ("llama_1b gate", (16_384, 2048, 8192)),
+    ("llama_1b down", (16_384, 8192, 2048)),
+    ("llama_1b query", (16_384, 2048, 2048)),
+    ("llama_1b key", (16_384, 2048, 512)),
+    ("llama_1b a chunk of the logits", (16_384, 2048, 8016)),
+  ]
+  return [
+    *(*square, *llama),
+    ("gpt2_124m up", (32_768, 768, 3072)),
+    ("gpt2_124m query", (32_768, 768, 768)),
+    ("gpt2_124m logits", (32_768, 768, 50_304)),
+  ]
+
+
 def matmuls() -> list[dict[str, Any]]:
-  """Returns TFLOP/s by shape and dtype; a run repeats the matmul, which hides its launch."""
+  """Returns TFLOP/s by shape and dtype: of the forward pass and of both of the backward pass."""
   import jax
   import jax.numpy as jnp
 
-  sizes = (128, 256) if SMALL.value else (1024, 2048, 4096, 8192)
-  shapes = [(n, n, n) for n in sizes]
-  if not SMALL.value:
-    shapes += [(16_384, 2048, 8192), (16_384, 768, 3072), (16_384, 768, 50_304)]
-  dtypes = ["float32", "bfloat16"]
-  if jax.devices()[0].platform == "gpu":
-    dtypes.append("float8_e4m3fn")
+  gpu_there = jax.devices()[0].platform == "gpu"
   found = []
-  for m, k, n in shapes:
+  for name, (m, k, n) in shapes_of_matmuls():
+    dims = {"x": (m, k), "w": (k, n), "dy": (m, n)}
+    keys = jax.random.split(jax.random.key(0), 3)
+    arrays = {
+      one: jax.random.normal(key, shape, jnp.bfloat16)
+      for key, (one, shape) in zip(keys, dims.items(), strict=True)
+    }
+    passes = {"x w": (((1,), (0,)), "x", "w")}
+    if name != "square":
+      passes |= {"xT dy": (((0,), (0,)), "x", "dy"), "dy wT": (((1,), (1,)), "dy", "w")}
+    dtypes = ["bfloat16", *(["float8_e4m3fn"] if gpu_there and name == "square" else [])]
     for dtype in dtypes:
-      x, y = (jnp.ones(shape, dtype) for shape in ((m, k), (k, n)))
-      often = max(1, round(2e12 / (2 * m * k * n))) if not SMALL.value else 1
+      for title, (contracted, a, b) in passes.items():
+        row = {"of": name, "shape": f"{m}x{k}x{n}", "dtype": dtype, "matmul": title}
+        often = max(1, round(2e13 / (2 * m * k * n))) if not SMALL.value else 1
 
-      def repeated(x=x, y=y, often=often):
-        def body(_, total):
-          return total + jnp.matmul(
-            x + total[0, 0].astype(x.dtype), y, preferred_element_type="float32"
-          )
+        def multiply(a, b, contracted=contracted):
+          dims = (contracted, ((), ()))
+          return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.bfloat16)
 
-        return jax.lax.fori_loop(0, often, body, jnp.zeros((x.shape[0], y.shape[1])))
+        pair = [arrays[one].astype(dtype) for one in (a, b)]
+        compiled = jax.jit(multiply)
 
-      try:
-        seconds = best_of(jax.jit(repeated)) / often
-      except Exception as error:  # a dtype that the device does not multiply
-        found.append({"shape": f"{m}x{k}x{n}", "dtype": dtype, "failed": str(error)[:200]})
-        continue
-      rate = 2 * m * k * n / seconds / 1e12
-      found.append({"shape": f"{m}x{k}x{n}", "dtype": dtype, "ms": 1e3 * seconds, "tflops": rate})
+        def repeated(compiled=compiled, pair=pair, often=often):
+          for _ in range(often):
+            out = compiled(*pair)
+          return out
+
+        try:
+          seconds = best_of(repeated, 3) / often
+        except Exception as error:  # a dtype that the device does not multiply
+          found.append({**row, "failed": str(error)[:200]})
+          continue
+        found.append({**row, "ms": 1e3 * seconds, "tflops": 2 * m * k * n / seconds / 1e12})
   return found
 
 
@@ -242,21 +269,64 @@ def start() -> dict[str, Any]:
   return found
 
 
-def float8() -> dict[str, Any]:
-  """Returns tokens per second and the loss of llama_1b in bfloat16 and with 8-bit matmuls."""
-  found, steps = {}, 2 if SMALL.value else 20
-  for dtype in ("compute", "float8"):
-    with tempfile.TemporaryDirectory() as folder:
-      told = gpu.job("llama_1b", folder)
-      told["overrides"] = {**told["overrides"], "training.matmul_dtype": dtype}
-      side = gpu.Side(told)
-      side.run(2)
-      runs = [side.run(steps) for _ in range(3)]
-      seconds = statistics.median(one["seconds"] for one in runs) / steps
-      tokens = told["rows"] * told["sizes"]["length"] / seconds
-      found[dtype] = {"ms": 1e3 * seconds, "tokens/s": tokens, "loss": runs[-1]["loss"]}
-      del side
-  found["ratio"] = found["float8"]["ms"] / found["compute"]["ms"]
+# (model, other keys): what is tried beside what `finalize` chooses, most informative first.
+KEPT, CHUNKS, UNROLL = "training.rematerialization", "training.loss_chunks", "training.scan_unroll"
+OPTIONS = "compiler_options"
+VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+  ("gpt2_124m", {OPTIONS: "xla_gpu_experimental_enable_same_shape_multi_output_fusion=true"}),
+  ("gpt2_124m", {OPTIONS: "xla_gpu_experimental_enable_fusion_autotuner=true"}),
+  ("gpt2_124m", {OPTIONS: "xla_gpu_experimental_enable_fusion_block_level_rewriter=true"}),
+  ("gpt2_124m", {CHUNKS: 4}),
+  ("gpt2_124m", {OPTIONS: "xla_gpu_experimental_enable_triton_heroless_priority_fusion=true"}),
+  ("llama_1b", {OPTIONS: "xla_gpu_experimental_enable_same_shape_multi_output_fusion=true"}),
+  ("llama_1b", {CHUNKS: 4}),
+  ("llama_1b", {UNROLL: 4}),
+  ("llama_1b", {UNROLL: 1}),
+  ("llama_1b", {KEPT: "none"}),
+  ("gpt2_124m", {UNROLL: 1}),
+  ("llama_1b", {"training.matmul_dtype": "float8"}),
+)
+TRACED = 0  # of them
+
+
+def alone(model: str, overrides: dict[str, Any], trace: str = "") -> dict[str, Any]:
+  """Returns what our side measures of a model with other keys."""
+  told = gpu.job(model, "")
+  told["overrides"] = {**told["overrides"], **overrides}
+  steps, began = 2 if SMALL.value else 10, time.monotonic()
+  side = gpu.Side(told)
+  side.run(2)
+  compiled = time.monotonic() - began
+  runs = [side.run(steps) for _ in range(2)]
+  if trace:
+    side.run(gpu.TRACED_STEPS, trace=trace)
+  facts = side.facts()
+  rate = steps / min(one["seconds"] for one in runs)
+  mfu = facts["flops"][0] * rate / facts["peak_flops"] if facts["peak_flops"] else 0
+  return {
+    "ms": 1e3 / rate,
+    "tokens/s": facts["rows"] * facts["sizes"]["length"] * rate,
+    "MFU": mfu,
+    "loss": runs[-1]["loss"],
+    "temporaries GiB": side.temporary_bytes() / 2**30,
+    "to the first step, s": compiled,
+  }
+
+
+def variants() -> list[dict[str, Any]]:
+  """Returns speeds of our side alone with other keys; each is printed at once."""
+  found = []
+  for number, (model, keys) in enumerate(VARIANTS):
+    row: dict[str, Any] = {"model": model, **keys}
+    trace = f"{_OUT.value}/trace/variant{number}" if number < TRACED else ""
+    if SMALL.value:
+      keys = {key: min(value, 2) if key == UNROLL else value for key, value in keys.items()}
+    try:
+      row |= alone(model, keys, trace)
+    except Exception as error:  # an option that this compiler does not have, or too little memory
+      row["failed"] = f"{type(error).__name__}: {error}"[:300]
+    print(" ", json.dumps(row), flush=True)
+    found.append(row)
   return found
 
 
@@ -282,11 +352,11 @@ def compare() -> dict[str, Any]:
   return {"said": said.splitlines()[-6:]}
 
 
-OWN = (device, matmuls, attention, resume, start, float8, plan, compare)
+OWN = (device, matmuls, attention, resume, start, variants, plan, compare)
 # In the order in which they run -> the most seconds that they take.
 PARTS = {
-  **{"device": 30, "gpt2_124m": 150, "llama_1b": 150, "plan": 60, "matmuls": 60},
-  **{"attention": 90, "resume": 90, "start": 90, "compare": 90, "float8": 120},
+  **{"device": 30, "gpt2_124m": 170, "llama_1b": 210, "plan": 60, "matmuls": 90},
+  **{"attention": 90, "variants": 300, "resume": 90, "start": 90, "compare": 90},
 }
 
 
@@ -294,9 +364,11 @@ def command_of(part: str) -> list[str]:
   """Returns the command that runs a part."""
   small = ["--small"] if SMALL.value else []
   if part not in gpu.MODELS:
-    return [sys.executable, "-m", "benchmarks.gpu_report", f"--gpu_part={part}", *small]
+    own = [f"--gpu_part={part}", f"--out={_OUT.value}"]
+    return [sys.executable, "-m", "benchmarks.gpu_report", *own, *small]
   small += ["--notorch_compile"] if SMALL.value else []
-  beside = [f"--gpu_models={part}", f"--torch_python={gpu.PYTHON.value}", "--turns=4"]
+  beside = [f"--gpu_models={part}", f"--torch_python={gpu.PYTHON.value}", "--turns=3"]
+  beside += [f"--trace={_OUT.value}/trace"]
   return [sys.executable, "-m", "benchmarks.gpu", *beside, *small]
 
 
@@ -323,7 +395,8 @@ def measure(command: list[str], seconds: float) -> dict[str, Any]:
     said, _ = process.communicate()
     code = f"cut after {seconds:.0f} s"
   lines = said.splitlines()
-  found = json.loads(lines.pop()) if lines and lines[-1].startswith(("{", "[")) else None
+  whole = code == 0 and lines and lines[-1].startswith(("{", "["))
+  found = json.loads(lines.pop()) if whole else None
   return {
     "command": " ".join(command[1:]),
     "exit": code,

@@ -104,7 +104,7 @@ def measure(name: str, text: pathlib.Path, cores: int) -> bool:
   steps = max(1, gpu.STEPS.value // MODELS[name][4])
   which = sorted(os.sched_getaffinity(0))[:cores]
   told = job(name, text, "", gpu.TURNS.value * steps + 2)  # two compile
-  turns, (facts, reference) = gpu.beside(told, steps, which, validate=True)
+  turns, (facts, reference) = gpu.in_turns(gpu.sides(which), told, steps, validate=True)
   libraries = facts["library"], reference["library"]
   ratio, of_processor = (
     timing.ratio(*([one[clock] for one in runs] for runs in zip(*turns, strict=True)))

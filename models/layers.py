@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from models.spec import LORA_A, LORA_B, RESIDUAL, DecoderSpec, LayersSpec, ModelSpec
-from partitioning.constraints import batch_part, constrain
+from partitioning.constraints import batch_part, constrain, on_cpus
 from partitioning.dtypes import MAGNITUDES, known_magnitudes, scaled, wide_dtype
 from partitioning.parallel.matmuls import (
   Dropped,
@@ -37,14 +37,90 @@ from partitioning.parallel.sharded_function import GATHERED
 from partitioning.parallel.vocabulary import vocab_parallel_embedding
 from partitioning.rules import HOST
 from runtime.extensions import Table
-from runtime.rematerialization import LAYER_INPUT, NAMES, OFFLOAD, RECOMPUTE, SAVE, parse
+from runtime.rematerialization import (
+  ATTENTION_OUTPUT,
+  LAYER_INPUT,
+  NAMES,
+  OFFLOAD,
+  RECOMPUTE,
+  SAVE,
+  parse,
+)
 
 # ------------------------------ rematerialization ------------------------------
 # By name: the policies of `training.rematerialization`; `runtime.rematerialization` reads the key.
 
+# Primitives whose results cost less to compute again than to write and read: elementwise ones and
+# those that move or repeat elements. Compilers fuse them into what reads them.
+_ELEMENTWISE = frozenset(
+  [
+    "abs",
+    "add",
+    "add_any",
+    "and",
+    "bitcast_convert_type",
+    "broadcast_in_dim",
+    "clamp",
+    "concatenate",
+    "convert_element_type",
+    "copy",
+    "cos",
+    "div",
+    "eq",
+    "erf",
+    "exp",
+    "exp2",
+    "expand_dims",
+    "expm1",
+    "ge",
+    "gt",
+    "integer_pow",
+    "iota",
+    "is_finite",
+    "le",
+    "log",
+    "log1p",
+    "logistic",
+    "lt",
+    "max",
+    "min",
+    "mul",
+    "ne",
+    "neg",
+    "not",
+    "or",
+    "pow",
+    "reshape",
+    "rsqrt",
+    "select_n",
+    "sharding_constraint",
+    "sign",
+    "sin",
+    "slice",
+    "split",
+    "sqrt",
+    "square",
+    "squeeze",
+    "stop_gradient",
+    "sub",
+    "tanh",
+    "transpose",
+    "xor",
+  ]
+)
+
+
+def _elementwise(primitive: Any, *_: Any, **parameters: Any) -> bool:
+  """Is the policy that recomputes elementwise operations alone."""
+  if primitive.name == "name":
+    return parameters["name"] == ATTENTION_OUTPUT
+  return primitive.name not in _ELEMENTWISE
+
+
 # Preset -> its policy without exceptions; None: no rematerialization.
 _POLICIES = {
   "none": None,
+  "elementwise": _elementwise,
   "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -205,9 +281,10 @@ def _gelu_erf(x: Array) -> Array:
 
 
 def _differentiated_once(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-  """Returns an elementwise function whose derivative is computed in the forward pass.
+  """Returns an elementwise function whose derivative CPUs compute in the forward pass.
 
-  So the backward pass needs one array, the derivative, in place of several parts of it.
+  So the backward pass needs one array, the derivative, in place of several parts of it. GPUs and
+  TPUs compute it again while they wait for memory.
   """
   found = jax.custom_jvp(function)
 
@@ -217,7 +294,7 @@ def _differentiated_once(function: Callable[[Array], Array]) -> Callable[[Array]
     y, derivative = jax.jvp(function, (x,), (jnp.ones_like(x),))
     return y, derivative * tangent
 
-  return found
+  return lambda x: found(x) if on_cpus() else function(x)
 
 
 _ACTIVATIONS = {

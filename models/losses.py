@@ -47,16 +47,30 @@ def is_likeliest(logits: Float[Array, "*X V"], targets: Int[Array, "*X"]) -> Boo
   return targets == _first_largest(logits, jnp.max(logits, axis=-1), classes)
 
 
+def in_chunk(value: Any, dtype: jnp.dtype, first: jax.Array | int) -> jax.Array:
+  """Returns a constant that JAX leaves in the loop over chunks.
+
+  It moves what is the same in each iteration out of a loop, a constant as an array of the size that
+  it is broadcast to: each chunk would read two arrays as large as its logits.
+
+  Args:
+    value: of the constant.
+    dtype: of the constant.
+    first: the id of the chunk's first class, which is another in each iteration.
+  """
+  return jnp.asarray(value, dtype) + (0 * jnp.asarray(first)).astype(dtype)
+
+
 def _picked(logits: jax.Array, targets: jax.Array, classes: jax.Array) -> jax.Array:
   """Returns the target's logit, 0 where it is not among the classes."""
   hot = targets[..., None] == classes.reshape((1,) * targets.ndim + (-1,))
-  return jnp.sum(jnp.where(hot, logits, jnp.zeros_like(logits)), axis=-1)
+  return jnp.sum(jnp.where(hot, logits, in_chunk(0, logits.dtype, classes[0])), axis=-1)
 
 
 def _first_largest(logits: jax.Array, largest: jax.Array, classes: jax.Array) -> jax.Array:
   """Returns the first of the classes whose logit is the largest."""
+  none = in_chunk(jnp.iinfo(classes.dtype).max, classes.dtype, classes[0])
   classes = classes.reshape((1,) * largest.ndim + (-1,))
-  none = jnp.asarray(jnp.iinfo(classes.dtype).max, classes.dtype)
   return jnp.min(jnp.where(logits == largest[..., None], classes, none), axis=-1)
 
 

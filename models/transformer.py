@@ -458,9 +458,12 @@ class Transformer(nnx.Module):
     if self.divisor != 1.0:
       logits_BTV = logits_BTV / jnp.asarray(self.divisor, wide)
     logits_BTV = soft_cap(logits_BTV, self.spec.logits_soft_cap)
+    if self.spec.padded_vocabulary == self.spec.vocabulary_size:
+      return logits_BTV
     tokens_V = jnp.arange(logits_BTV.shape[-1], dtype=jnp.int32)
     real_V = first + tokens_V < self.spec.vocabulary_size
-    return jnp.where(real_V[None, None], logits_BTV, jnp.finfo(wide).min)
+    least = losses.in_chunk(jnp.finfo(wide).min, wide, first)
+    return jnp.where(real_V[None, None], logits_BTV, least)
 
 
 def empty_cache(spec: TransformerSpec, rows: int, slots: int) -> Cache | LatentCache:

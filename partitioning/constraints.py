@@ -153,6 +153,12 @@ def axes_splitting(letter: str) -> Axes:
   return tuple(axis for axis in layout.table[layout.legend[letter].name] if sizes[axis] > 1)
 
 
+def on_cpus() -> bool:
+  """Returns whether the program is for CPUs; true outside of a layout."""
+  layout = _LAYOUT.get()
+  return layout is None or layout.on_cpus
+
+
 def automatic_layout(caller: str = "the model") -> tuple[ActivationLayout, dict[str, int]]:
   """Returns `current_layout`, its tables without the axes that are manual here.
 

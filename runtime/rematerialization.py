@@ -2,8 +2,9 @@
 
 A preset, a table of names, or a preset with exceptions:
 
-- `none` saves everything; `dots` the results of matmuls (of attention, the projections'); `full`
-  only the input of each layer.
+- `none` saves everything; `elementwise` all but the results of elementwise operations, which a
+  compiler fuses into what reads them; `dots` the results of matmuls (of attention, the
+  projections'); `full` only the input of each layer.
 - `query=save,gate=offload`: what is named is saved on the device or offloaded to pinned host
   memory; the rest is recomputed.
 - `full,query=save` or `dots,gate=recompute`: with exceptions, a preset stands for its named
@@ -24,7 +25,7 @@ from runtime.suggest import nearest
 
 SAVE, RECOMPUTE, OFFLOAD = "save", "recompute", "offload"
 CHOICES = (SAVE, RECOMPUTE, OFFLOAD)
-PRESETS = ("none", "dots", "full")
+PRESETS = ("none", "elementwise", "dots", "full")
 
 # Name -> letters of the activations of a decoder's layer, in the order of the forward pass. Queries
 # and keys are named before their norm and rotary positions, which the backward pass repeats.
@@ -61,12 +62,14 @@ _WHEN: Mapping[str, Callable[[Any], bool]] = {
   "gate": lambda model: model.gated and _has_mlp(model),
   **dict.fromkeys(("up", "hidden"), lambda model: _has_mlp(model)),
 }
+_MATMULS = (
+  *("latent", "rotary_key", "query_latent", "query", "key_value", "key", "value"),
+  *("attention_update", "gate", "up", "mlp_update"),
+)
 _OF_PRESET = {
   "none": tuple(NAMES),
-  "dots": (
-    *("latent", "rotary_key", "query_latent", "query", "key_value", "key", "value"),
-    *("attention_update", "gate", "up", "mlp_update"),
-  ),
+  "elementwise": (*_MATMULS, ATTENTION_OUTPUT),
+  "dots": _MATMULS,
 }
 
 
@@ -102,8 +105,8 @@ class Choices:
   Attributes:
     preset: the word that the text begins with; "" if there is none.
     given: name -> choice, of the names in the text.
-    by_name: name -> choice, of every name. Under the presets `none` and `dots` without exceptions,
-      unnamed activations are saved too.
+    by_name: name -> choice, of every name. Under the presets `none`, `elementwise` and `dots`
+      without exceptions, unnamed activations are saved too.
   """
 
   preset: str

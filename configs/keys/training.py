@@ -157,19 +157,21 @@ TRAINING: Rows = {
   ),
   "rematerialization": Key(
     "none",
-    "What a layer saves for its backward pass: none (everything), dots (results of matmuls), full"
-    ' (its input), or by name: "full,query=save,key=save,layer_input=offload" (docs/memory.md)',
-    usual=("none", "dots", "full"),
+    "What a layer saves for its backward pass: none (everything), elementwise (all but results of "
+    "elementwise operations), dots (results of matmuls), full (its input), or by name: "
+    '"full,query=save,key=save,layer_input=offload" (docs/memory.md)',
+    usual=("none", "elementwise", "dots", "full"),
     readers=("layers",),
   ),
   "scan_unroll": Key(
-    1,
+    Unset(int),
     "Layers in one iteration of the scan over layers: transfers overlap with more work, and more "
-    "is in memory",
+    "is in memory. By default what docs/performance.md says.",
     unit="layers",
     least=1,
     resume=MAY_CHANGE,
     readers=("layers",),
+    off=1,
   ),
   # On resume: by default it follows the platform.
   "attention_kernel": Key(
@@ -216,7 +218,7 @@ TRAINING: Rows = {
   "loss_chunks": Key(
     Unset(int),
     "Chunked cross-entropy: logits of one part of the vocabulary at a time. As many chunks as "
-    "keep those of a device under 256 MiB",
+    "keep those of a device under 256 MiB, on GPUs under 4 GiB",
     unit="chunks",
     least=1,
     resume=MAY_CHANGE,

@@ -110,8 +110,11 @@ def finalize_folder(config: ConfigDict) -> None:
 # ------------------------------ the best configuration known ------------------------------
 
 ACCELERATORS = ("tpu", "gpu")
-# What the logits of a chunk may take on a device, in the compute dtype.
-CHUNK_BYTES = 256 * 2**20
+# What the logits of a chunk may take on a device, in the compute dtype. On GPUs, whose memory is
+# larger, more chunks than one cost a matmul of all logits and a copy of their gradients' sum.
+CHUNK_BYTES, GPU_CHUNK_BYTES = 256 * 2**20, 4 * 2**30
+# Layers of the longest iteration of a scan that is chosen.
+UNROLLED = 32
 # Tokens of the shortest rows whose attention is computed block by block. On CPUs it was measured.
 LONG_ROWS, LONG_ROW = {"cpu": 256, "tpu": 256}, 1024
 _BYTES = {"bfloat16": 2, "float64": 8}
@@ -233,15 +236,24 @@ def _loss_chunks(
   each = tokens() * _BYTES.get(training.compute_dtype, 4)
   # At least as many columns as a TPU's lanes: narrower products waste them.
   fits = [n for n in divisors(own) if n <= max(1, own // model_checks.LANES)]
-  most = CHUNK_BYTES / each
+  limit_bytes = GPU_CHUNK_BYTES if target.platform == "gpu" else CHUNK_BYTES
+  most = limit_bytes / each
   count = next((n for n in fits if own // n <= most), fits[-1])
-  limit = f"{CHUNK_BYTES // 2**20} MiB"
+  limit = f"{limit_bytes // 2**20:,} MiB"
   size = f"{each * own // count / 2**20:,.1f} MiB of logits per device"
   if own // count > most:
     return count, f"{size}: the {own} columns of a device have no finer parts for {limit}"
   if count == 1:
     return 1, f"{size}, at most {limit}"
   return count, f"{size} at a time instead of {each * own / 2**20:,.0f}, at most {limit}"
+
+
+def _scan_unroll(model: ConfigDict, target: Target) -> tuple[int, str]:
+  split = max(target.sizes.get(axis, 1) for axis in ("fsdp", "stage"))
+  if target.platform != "gpu" or kind_of_model(model.name) != "transformer" or split > 1:
+    return 1, ""
+  count = max(n for n in divisors(model.layers) if n <= UNROLLED)
+  return count, "a loop copies what its iterations save into arrays of all layers"
 
 
 def _grouped_matmul(model: ConfigDict, target: Target) -> tuple[str, str]:
@@ -348,10 +360,17 @@ RULES = (
   ),
   Rule(
     "training.loss_chunks",
-    "the fewest parts of a device's columns of the logits that take at most 256 MiB each, in the "
-    "compute dtype",
+    "the fewest parts of a device's columns of the logits that take at most 256 MiB each (on GPUs "
+    "4 GiB), in the compute dtype",
     "the logits of all tokens are larger than any other activation; one chunk costs nothing",
     _loss_chunks,
+  ),
+  Rule(
+    "training.scan_unroll",
+    "on GPUs, where neither fsdp nor stage splits the layers, the largest divisor of the layers "
+    f"up to {UNROLLED}; else 1",
+    "a loop copies what its iterations save into arrays of all layers: a sixth of an H100's step",
+    _scan_unroll,
   ),
   Rule(
     "training.grouped_matmul",

@@ -15,7 +15,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from partitioning.constraints import automatic_layout, constrain, on_one_device, record
+from partitioning.constraints import (
+  automatic_layout,
+  constrain,
+  on_cpus,
+  on_one_device,
+  record,
+)
 from partitioning.parallel import collectives
 from partitioning.parallel.manual_region import manual_region
 from partitioning.rules import Axes, Table, resolve, spec_entries
@@ -154,7 +160,7 @@ def contracted(x_letters: str, x: jax.Array, letters: str, kernel: jax.Array) ->
   tokens, summed = x_letters[: SEQUENCE_DIM + 1], x_letters[SEQUENCE_DIM + 1 :]
   others = letters.removesuffix(summed)
   merged = (tokens, summed, others)
-  if not automatic_layout()[0].on_cpus or any(split_over(dims[1:]) for dims in merged):
+  if not on_cpus() or any(split_over(dims[1:]) for dims in merged):
     return jnp.einsum(f"{x_letters},{letters}->{tokens}{others}", x, kernel)
   width = math.prod(x.shape[len(tokens) :])
   result = x.reshape(-1, width) @ kernel.reshape(-1, width).T

@@ -119,7 +119,8 @@ V6E = ("model=llama3_8b", "tpu", {"fsdp": 64, "tensor": 4})
     (V5P, 64, 8, False),
     (V6E, 256, 8, True),  # four rows, a quarter of the columns
     (V5P, 128, 16, False),
-    (("model=llama3_8b", "gpu", {"fsdp": 8, "tensor": 2}), 8, 4, True),
+    # On GPUs up to 4 GiB: 131,072 tokens and half of the columns are 16,032 MiB.
+    (("model=llama3_8b", "gpu", {"fsdp": 8, "tensor": 2}), 128, 4, True),
     # In float32.
     (("model=llama3_8b", "cpu", {"fsdp": 64, "tensor": 2}), 64, 8, False),
     (("model=llama3_8b", "tpu", {"fsdp": 16, "context": 4}), 16, 2, False),
@@ -131,7 +132,24 @@ def test_presets_have_the_best_known_configuration(case, rows, chunks, parallel)
   assert config.partitioning.sequence_parallel is parallel
   assert ("tensor" in config.partitioning.activations.residual_sequence) is parallel
   assert found["training.loss_chunks"].value == chunks
-  assert "256 MiB" in found["training.loss_chunks"].why
+  limit = "4,096 MiB" if case[1] == "gpu" else "256 MiB"
+  assert limit in found["training.loss_chunks"].why
+
+
+@pytest.mark.parametrize(
+  ("platform", "sizes", "layers", "unroll"),
+  [
+    ("gpu", {"data": 4, "tensor": 2}, 16, 16),
+    ("gpu", {}, 126, 21),
+    ("gpu", {"fsdp": 2}, 16, 1),
+    ("gpu", {"stage": 2}, 16, 1),
+    ("tpu", {}, 16, 1),
+    ("cpu", {}, 16, 1),
+  ],
+)
+def test_layers_are_unrolled_on_gpus_that_have_them_whole(platform, sizes, layers, unroll):
+  config, _ = choices("lm", platform, sizes, **{"model.layers": layers})
+  assert config.training.scan_unroll == unroll
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])

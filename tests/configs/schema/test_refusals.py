@@ -331,7 +331,7 @@ CASES = [
   ),
   ("lm", f"{RING} lora.rank=4 lora.dropout=0.1", "lora.dropout=0.1: it is drawn for the gathered"),
   # --- memory
-  ("lm", "training.rematerialization=dot", "one of none, dots, full; did you mean 'dots'?"),
+  ("lm", "training.rematerialization=dot", "elementwise, dots, full; did you mean 'dots'?"),
   (
     "lm",
     "training.rematerialization=full,quary=save",
