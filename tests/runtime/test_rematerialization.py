@@ -66,11 +66,11 @@ def test_the_names_are_those_of_the_model():
 @pytest.mark.parametrize(
   ("text", "said"),
   [
-    ("ful", "'ful': one of none, dots, full; did you mean 'full'?, or names as in mlp_update=save"),
-    ("", "'': one of none, dots, full"),
+    ("ful", "'ful': one of none, elementwise, dots, full; did you mean 'full'?, or names as in mlp_update=save"),
+    ("", "'': one of none, elementwise, dots, full"),
     ("full,", "'' is not NAME=CHOICE"),
     ("full,dots", "'dots' is not NAME=CHOICE; one preset may come first"),
-    ("query", "'query': one of none, dots, full"),
+    ("query", "'query': one of none, elementwise, dots, full"),
     ("querry=save", "'querry' is no named activation of this model; did you mean 'query'?"),
     ("querry=save", "the names are layer_input, attention_input, latent, rotary_key, query_lat"),
     ("query=sav", "query='sav': one of save, recompute, offload; did you mean 'save'?"),
