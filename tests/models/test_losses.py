@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from models import MODELS, Extending, Generator, Model, Network, losses
+from planning import traced_step
 from tests.helpers.jobs import first_state, host_batch, make_job
 
 RECIPES = ("lm", "mlp", "mlp_tutorial")
@@ -60,6 +61,23 @@ def test_numbers_of_chunks_of_classes_are_numpys(chunks):
   whole = numbers.of_all(jnp.asarray(logits, jnp.float32), jnp.asarray(targets))
   np.testing.assert_array_equal(whole[0], likeliest)
   assert 0 < likeliest.sum() < 20
+
+
+@pytest.mark.parametrize("vocabulary", [96, 90])  # the latter is padded
+def test_the_loop_over_chunks_has_no_constants_as_large_as_its_logits(vocabulary):
+  """JAX moves constants out of a scan at the size that they are broadcast to."""
+  job = make_job("single", "lm", **{"training.loss_chunks": 8, "model.vocabulary_size": vocabulary})
+  with job.tracing():
+    traced = jax.make_jaxpr(job.program.gradients)(job.state.params, job.batch, jax.random.key(0))
+  loops = [
+    one
+    for one in traced_step.equations(traced.jaxpr)
+    if one.primitive.name == "scan" and one.params["length"] == 8
+  ]
+  assert len(loops) == 2  # forward and backward
+  columns = job.state.params["embed"]["table"].shape[0] // 8
+  for one in loops:
+    assert not [x.aval.shape for x in one.invars if x.aval.shape == (16, 12, columns)]
 
 
 def test_z_loss_is_added_in_training_alone():

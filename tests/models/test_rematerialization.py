@@ -112,6 +112,26 @@ def test_the_normalizer_of_the_softmax_is_saved_with_the_output(changes, normali
   assert runs(backward) < again
 
 
+def test_elementwise_operations_alone_are_repeated():
+  """Of arrays of all tokens there remain matmuls' results, scores' sums and norms' statistics."""
+
+  def of(text):
+    found, backward = saved(make_job("single", "lm", **{KEY: text}))
+    matmuls = [x for x in traced_step.equations(traced_step.body(backward)) if is_matmul(x)]
+    return [shape for _, shape in found], len(matmuls)
+
+  def is_matmul(equation):
+    return equation.primitive.name == "dot_general"
+
+  (every, matmuls), (kept, again) = of("none"), of("elementwise")
+  assert again == matmuls
+  rows, hidden = 16 * 12, 56
+  wide = [shape for shape in kept if np.prod(shape) == rows * hidden]
+  assert len(wide) == 2  # gate and up
+  assert len([shape for shape in every if np.prod(shape) == rows * hidden]) > 3
+  assert sum(map(np.prod, kept)) < 0.7 * sum(map(np.prod, every))
+
+
 @functools.cache
 def gradients(strategy, text, dtype="float32"):
   with jax.enable_x64(dtype == "float64"):
@@ -131,6 +151,7 @@ def gradients(strategy, text, dtype="float32"):
   [
     "full,layer_input=offload,query=offload,key=offload,value=offload",
     "attention_input=save,mlp_input=offload,attention_update=save,hidden=save",
+    "elementwise",
   ],
 )
 def test_gradients_are_the_same(text):
@@ -148,5 +169,8 @@ def test_on_a_mesh_offloading_changes_no_bit_and_recomputing_only_the_last():
   saving = gradients("dp2_fsdp2_tp2", "query=save,up=save", "float64")
   offloading = gradients("dp2_fsdp2_tp2", "query=offload,up=offload", "float64")
   assert all(map(np.array_equal, saving, offloading))
+  for text in ("none", "elementwise"):
+    for ours, wanted in zip(gradients("dp2_fsdp2_tp2", text, "float64"), saving, strict=True):
+      assert np.linalg.norm(ours - wanted) <= 1e-12 * np.linalg.norm(wanted)
   for ours, wanted in zip(saving, gradients("single", "none", "float64"), strict=True):
     assert np.linalg.norm(ours - wanted) <= 1e-12 * np.linalg.norm(wanted)

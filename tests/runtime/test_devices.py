@@ -53,10 +53,23 @@ def test_accelerators_must_all_be_used(monkeypatch):
   monkeypatch.delenv("JAX_PLATFORMS", raising=False)
   monkeypatch.setattr(devices, "hardware", lambda: "gpu")
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
   [found] = devices.start({"fsdp": -1})
   assert (found.platform, found.simulated, found.sizes["fsdp"]) == ("gpu", False, 8)
+  assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.92"
   with pytest.raises(ValueError, match="asks for 4 devices and there are 8"):
     devices.start({"data": 4})
+
+
+@pytest.mark.parametrize("given", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_the_share_of_a_gpus_memory_is_as_given(monkeypatch, given):
+  monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+  monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+  monkeypatch.setattr(devices, "hardware", lambda: "gpu")
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setenv(given, "0.5")
+  devices.start({"fsdp": -1})
+  assert {name: os.environ[name] for name in os.environ if "MEM_FRACTION" in name} == {given: "0.5"}
 
 
 @pytest.mark.parametrize("processes", [1, 4])

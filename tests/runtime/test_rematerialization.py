@@ -66,7 +66,11 @@ def test_the_names_are_those_of_the_model():
 @pytest.mark.parametrize(
   ("text", "said"),
   [
-    ("ful", "'ful': one of none, elementwise, dots, full; did you mean 'full'?, or names as in mlp_update=save"),
+    (
+      "ful",
+      "'ful': one of none, elementwise, dots, full; did you mean 'full'?, "
+      "or names as in mlp_update=save",
+    ),
     ("", "'': one of none, elementwise, dots, full"),
     ("full,", "'' is not NAME=CHOICE"),
     ("full,dots", "'dots' is not NAME=CHOICE; one preset may come first"),
