@@ -32,8 +32,8 @@ from runtime import exit_codes, extensions, files
 from runtime.chips import overridden
 from runtime.printable import printable
 from runtime.provenance import everything
+from runtime.units import clock
 from training.checkpointing.resume_policy import plain
-from training.metrics.console import duration
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # No TPU is looked for, and several compilers may be loaded at once.
@@ -232,11 +232,11 @@ def _watch(phases: BinaryIO, label: str, say: Callable[[str], None] | None, *, q
     while True:
       now = time.monotonic()
       if shown:
-        seconds = duration(now - began)
+        seconds = clock(now - began)
         line.update(f"{label}: {phase}, {seconds} (Ctrl-C stops it; nothing is lost)")
       elif say and not quiet and now - said >= PIPED_SECONDS:
         said = now
-        say(f"{label}: {phase}, {duration(now - began)}")
+        say(f"{label}: {phase}, {clock(now - began)}")
       if select.select([phases], [], [], 1.0)[0]:
         text = os.read(phases.fileno(), 4096)
         if not text:

@@ -9,8 +9,8 @@ from etils import epath
 
 from commands import flags
 from commands.refusal import refuse
-from reports import run_files, run_index, run_page, units
-from runtime import exit_codes, files
+from reports import run_files, run_index, run_page
+from runtime import exit_codes, files, units
 from training.history import REPORT
 
 # The page of several runs, where `--html` is not given: in the first of them, or in their folder.

@@ -144,11 +144,6 @@ def _holds(ranges: Ranges, row: int) -> bool:
   return any(start <= row < stop for start, stop in ranges)
 
 
-def batches(numbers: Iterable[int], batch: int) -> list[tuple[int, int]]:
-  """Returns the rows of batches of one size, by their numbers from 0."""
-  return [(number * batch, (number + 1) * batch) for number in numbers]
-
-
 def text(ranges: Ranges) -> str:
   """Returns `32-63, 96-127`."""
   return ", ".join(f"{start}-{stop - 1}" for start, stop in ranges)

@@ -6,7 +6,6 @@ Importing this imports matplotlib, so a training run does not: its page is made 
 import dataclasses
 import io
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -281,8 +280,3 @@ def for_page(figure: Figure, label: str, name: str, titles: Mapping[str, str]) -
     group = f'<g id="{name}-{gid}">'
     body = body.replace(group, f"{group}<title>{escape(title)}</title>", 1)
   return Markup(f'<svg viewBox="{box}" role="img" aria-label="{escape(label)}">{body}</svg>')
-
-
-def finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-  """Returns the points whose value is finite."""
-  return [(x, y) for x, y in points if math.isfinite(y)]

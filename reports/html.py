@@ -12,7 +12,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from reports import grid, units
+from reports import grid
+from runtime import units
 
 # More rows, columns or panels of a drawing than these are left out, with a count.
 MOST = {"rows": 16, "columns": 10, "panels": 6}

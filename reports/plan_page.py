@@ -13,6 +13,7 @@ from planning.timeline import Bar, Gap, Layer
 from reports import plan_text
 from reports.html import memory_bar, render
 from reports.layout_page import Arrays, Side, pipelines
+from runtime import units
 from runtime.chips import REASONS, SOURCES
 
 KINDS = {"matmul": "matmul", "HBM": "memory", "loop": "inner"}  # of compute -> CSS class
@@ -73,7 +74,7 @@ def _communication(plan: Plan) -> dict[str, list[dict[str, Any]]]:
     "collectives": [
       {
         **{"axis": row.axis, "kind": row.kind, "network": row.network},
-        "numbers": [*_runs(row), plan_text.duration(row.waited)],
+        "numbers": [*_runs(row), units.seconds(row.waited)],
         "percent": 100 * row.seconds / most,
       }
       for row in sums
@@ -93,7 +94,7 @@ def _host(plan: Plan) -> list[dict[str, Any]]:
       **{"direction": one.direction, "what": one.what or "all"},
       "numbers": [
         size_text(one.bytes),
-        *map(plan_text.duration, (one.seconds, one.exposed_seconds)),
+        *map(units.seconds, (one.seconds, one.exposed_seconds)),
       ],
       "percent": 100 * one.seconds / most,
     }
@@ -108,7 +109,7 @@ def _layer(layer: Layer) -> dict[str, Any]:
     return {
       "left": round(100 * bar.begin / layer.seconds, 3),
       "width": round(100 * bar.seconds / layer.seconds, 3),
-      "title": f"{what}: {plan_text.duration(bar.seconds)}",
+      "title": f"{what}: {units.seconds(bar.seconds)}",
       "kind": kind,
     }
 
@@ -128,11 +129,11 @@ def _layer(layer: Layer) -> dict[str, Any]:
 
 def _gap(gap: Gap) -> dict[str, Any]:
   texts = [" ".join(filter(None, (gap.what, gap.when))), gap.line]
-  return {"texts": texts, "numbers": [f"{gap.runs:,}", plan_text.duration(gap.seconds)]}
+  return {"texts": texts, "numbers": [f"{gap.runs:,}", units.seconds(gap.seconds)]}
 
 
 def _runs(row: Any) -> list[str]:
-  return [f"{row.runs:,}", size_text(row.bytes), plan_text.duration(row.seconds)]
+  return [f"{row.runs:,}", size_text(row.bytes), units.seconds(row.seconds)]
 
 
 def _step(plan: Plan) -> dict[str, Any]:
@@ -145,10 +146,10 @@ def _step(plan: Plan) -> dict[str, Any]:
 
   def bar(kind: str, begin: float, seconds: float, title: str) -> dict[str, Any]:
     place = {"left": round(100 * begin / high, 3), "width": round(100 * seconds / high, 3)}
-    return {**place, "kind": kind, "title": f"{title}: {plan_text.duration(seconds)}"}
+    return {**place, "kind": kind, "title": f"{title}: {units.seconds(seconds)}"}
 
   def row(name: str, seconds: float, *bars: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "text": plan_text.duration(seconds), "bars": bars}
+    return {"name": name, "text": units.seconds(seconds), "bars": bars}
 
   def sent(name: str, seconds: float, waited: float) -> dict[str, Any]:
     parts = [bar("sent", 0, seconds - waited, f"{name}, hidden")]
@@ -167,7 +168,7 @@ def _step(plan: Plan) -> dict[str, Any]:
   for one in plan.times.host:
     name = " ".join(filter(None, (one.direction, one.what)))
     rows.append(sent(name, one.seconds, one.exposed_seconds))
-  duration = plan_text.duration
+  duration = units.seconds
   facts = [
     ("a step", f"{duration(expected)} ({duration(low)} to {duration(high)})"),
     (f"{plan.unit} per second and device", f"{plan.rate:,.0f}"),
@@ -175,8 +176,8 @@ def _step(plan: Plan) -> dict[str, Any]:
     ("with causal attention counted half", f"{100 * plan.mfu(causal=True):.1f} %"),
     ("largest term", max(plan_text.terms(plan), key=plan_text.terms(plan).get)),
     (
-      f"{plan_text.number(plan.token_budget)} {plan.unit}",
-      f"{plan_text.number(plan.chip_hours)} chip-hours",
+      f"{units.number(plan.token_budget)} {plan.unit}",
+      f"{units.number(plan.chip_hours)} chip-hours",
     ),
   ]
   if plan.cost is not None:

@@ -8,7 +8,6 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 
-from humanize import intword
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +17,7 @@ from planning.plan import Plan
 from planning.timeline import Bar, Gap, Layer, Timeline
 from reports import pipeline_picture
 from reports.layout_text import chosen_lines, counts_text, reduction_text
+from runtime import units
 
 # ------------------------------ the timeline of a layer ------------------------------
 
@@ -299,7 +299,7 @@ def host_line(plan: Plan) -> str:
   speed = f"{plan.topology.chip.host_bandwidth / 1e9:.3g} GB/s each way"
   return (
     f"host memory: {size_text(size)} moved per step and device over {speed}, "
-    f"{100 * share:.0f} % hidden (exposed {duration(waited)})"
+    f"{100 * share:.0f} % hidden (exposed {units.seconds(waited)})"
   )
 
 
@@ -326,9 +326,12 @@ def constants(plan: Plan) -> str:
   chip, rates = plan.topology.chip, plan.rates
   name = "a simulated device" if chip.name == "cpu" else chip.name.upper()
   near = "ICI per axis" if chip.torus else chip.network
-  speeds = [f"{number(chip.flops / 1e12)} TFLOP/s", f"{chip.hbm_bandwidth / 1e12:.3g} TB/s HBM"]
+  speeds = [
+    f"{units.number(chip.flops / 1e12)} TFLOP/s",
+    f"{chip.hbm_bandwidth / 1e12:.3g} TB/s HBM",
+  ]
   if (dtype := plan.job.config.training.matmul_dtype) != "compute":
-    speeds.insert(1, f"{number(chip.eight_bit_flops / 1e12)} TFLOP/s in {dtype}")
+    speeds.insert(1, f"{units.number(chip.eight_bit_flops / 1e12)} TFLOP/s in {dtype}")
   speeds.append(f"{chip.link_bandwidth / 1e9:.3g} GB/s {near}")
   matmul = rates.matmul or (not plan.program and chip.formula) or chip.matmul
   memory = rates.memory or chip.memory
@@ -339,26 +342,12 @@ def constants(plan: Plan) -> str:
   return f"assumed for {name}: {', '.join(speeds)}, {each} efficiency{more}"
 
 
-def duration(seconds: float) -> str:
-  """Returns seconds with a suitable unit: `3.19 s`, `12 ms`."""
-  if seconds >= 1 or seconds == 0:
-    return f"{seconds:,.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
-  return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
-
-
 def _parts(plan: Plan) -> str:
   """Returns what a step consists of: computing, and waiting for each kind of transfer."""
-  texts = [f"{name} {duration(seconds)}" for name, seconds in plan.times.parts.items()]
+  texts = [f"{name} {units.seconds(seconds)}" for name, seconds in plan.times.parts.items()]
   if slowed := plan.times.slowed:
-    texts[0] += f" ({duration(slowed)} of it since transfers take HBM bandwidth)"
+    texts[0] += f" ({units.seconds(slowed)} of it since transfers take HBM bandwidth)"
   return f"of the step: {', '.join(texts)}"
-
-
-def number(value: float) -> str:
-  """Returns a number with three digits, without an exponent unless it is huge or tiny."""
-  if 1000 <= value < 1e15:
-    return f"{round(value):,}" if value < 1e6 else intword(value, "%.3g")
-  return f"{value:.3g}"
 
 
 def time_lines(plan: Plan) -> list[str]:
@@ -366,19 +355,21 @@ def time_lines(plan: Plan) -> list[str]:
   if plan.times is None:
     return []
   low, expected, high = plan.step_seconds
-  parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in terms(plan).items())
+  parts = ", ".join(f"{name} {units.seconds(seconds)}" for name, seconds in terms(plan).items())
   lines = [
-    f"step: {duration(expected)} ({duration(low)} to {duration(high)}), {plan.rate:,.0f} "
-    f"{plan.unit}/s per device, MFU {100 * plan.mfu():.1f} % ({100 * plan.mfu(causal=True):.1f} % "
-    "with causal attention counted half)",
+    f"step: {units.seconds(expected)} ({units.seconds(low)} to {units.seconds(high)}), "
+    f"{plan.rate:,.0f} {plan.unit}/s per device, MFU {100 * plan.mfu():.1f} % "
+    f"({100 * plan.mfu(causal=True):.1f} % with causal attention counted half)",
     _parts(plan),
-    f"roofline: {parts} (exposed {duration(plan.times.exposed + plan.times.host_exposed)})",
+    f"roofline: {parts} (exposed {units.seconds(plan.times.exposed + plan.times.host_exposed)})",
     f"largest term: {max(terms(plan), key=terms(plan).get)}",
     constants(plan),
     f"accuracy: {plan.accuracy['times']}",
   ]
   if plan.host:
     lines.insert(3, host_line(plan))
-  budget = f"budget: {number(plan.token_budget)} {plan.unit} take {number(plan.chip_hours)} "
+  budget = (
+    f"budget: {units.number(plan.token_budget)} {plan.unit} take {units.number(plan.chip_hours)} "
+  )
   budget += "chip-hours"
   return [*lines, budget if plan.cost is None else f"{budget} and cost {plan.cost:,.2f}"]

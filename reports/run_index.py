@@ -13,9 +13,10 @@ from etils import epath
 from markupsafe import Markup
 
 from input_pipeline.text import tokenizer_files
-from reports import charts, run_charts, run_page, run_sections, units
+from reports import charts, run_charts, run_page, run_sections
 from reports.html import render
 from reports.run_files import CONFIG, TOKENIZER, Points, Run, number
+from runtime import units
 from training import history
 from training.metrics import log_lines
 

@@ -12,10 +12,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from reports import charts, run_charts, run_files, run_sections, units
+from reports import charts, run_charts, run_files, run_sections
 from reports.html import render
 from reports.run_files import Run
 from reports.run_sections import Section
+from runtime import units
 from training.metrics import log_lines
 
 # What follows the charts, in this order: functions that return a section of the page, or None where

@@ -8,8 +8,9 @@ from typing import Any
 
 from input_pipeline import catalog
 from partitioning.parallel.pipeline_schedule import Schedule
-from reports import html, pipeline_picture, run_charts, units
+from reports import html, pipeline_picture, run_charts
 from reports.run_files import Run, number
+from runtime import units
 from training import history
 from training.metrics.goodput import BINS
 

@@ -9,7 +9,8 @@ from planning import search_space
 from planning.search_results import COMPILER, FORMULA, RUN, Found, Row, Tried
 from reports.drawings import plain
 from reports.layout_text import plain_table
-from reports.plan_text import duration, number
+from runtime.units import number
+from runtime.units import seconds as seconds_text
 
 # How each source is meant.
 SOURCES = {
@@ -165,7 +166,7 @@ def cells(found: Found, place: int, row: Row) -> list[str]:
 
 def step_text(seconds: float) -> str:
   """Returns the time of a step, precise enough to compare settings: `1,404 ms`."""
-  return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else duration(seconds)
+  return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else seconds_text(seconds)
 
 
 def _table(found: Found, rows: Mapping[int, Row]) -> Table:

@@ -19,13 +19,14 @@ from models import model_spec
 from processes.coordination import Lockstep, current
 from processes.watchdog import ENDING, EVALUATION, SAVING, STARTING, Watchdog
 from runtime import collectives
+from runtime.units import clock
 from training import callbacks, workdir_files
 from training.bad_steps import BadStepError, BadSteps
 from training.callbacks import CALLBACKS, Callback, Observer
 from training.checkpointing import resume_policy
 from training.checkpointing.async_writer import SaveError
 from training.evaluation import Evaluation, Evaluator
-from training.metrics.console import ProgressLine, Waiting, duration, say, say_wrapped, warn
+from training.metrics.console import ProgressLine, Waiting, say, say_wrapped, warn
 from training.metrics.goodput import Goodput
 from training.metrics.log_lines import FILE, LogSchedule, missing_text
 from training.metrics.profiler import Profile
@@ -414,7 +415,7 @@ class Run:
     """Returns a summary of the run, in lines."""
     steps = (
       f"{'stopped' if self.stopped else 'done'}: {self.done - self._start.step} steps in "
-      f"{duration(self._meter.seconds)} without evaluation; "
+      f"{clock(self._meter.seconds)} without evaluation; "
       f"{100 * self._meter.wait_share:.2f} % of it waiting for data"
     )
     return "\n".join(filter(None, (steps, self._goodput.text())))

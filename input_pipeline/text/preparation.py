@@ -28,6 +28,7 @@ from input_pipeline import catalog, store
 from input_pipeline.text import chat_template, documents, tokenizer, worker
 from input_pipeline.text import files as text_files
 from runtime import exit_codes, files
+from runtime.units import clock
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _WAIT_SECONDS = 0.1
@@ -169,7 +170,7 @@ class _Progress:
     seconds = max(time.monotonic() - self._began, 1e-3)
     under_way = sum(min(self._sums[u][2], s) for u, s in self._sizes.items() if u in self._sums)
     share = min(1.0, (self._finished + under_way) / self._total)
-    left = f", {_duration(seconds / share - seconds)} left" if share > 0 else ""
+    left = f", {clock(seconds / share - seconds)} left" if share > 0 else ""
     # What is compressed has more bytes than its file.
     percent = min(99.0, 100 * share) if self._sizes else 100.0
     # What matters most comes first: a narrow terminal cuts the end off.
@@ -179,12 +180,6 @@ class _Progress:
       f"{percent:.0f} % of {self._total / 2**20:,.0f} MiB{left}, {count:,} documents, "
       f"{tokens / seconds / 1000:,.0f}k tokens/s",
     )
-
-
-def _duration(seconds: float) -> str:
-  minutes, rest = divmod(round(seconds), 60)
-  hours, minutes = divmod(minutes, 60)
-  return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _here(task, units, encoder, progress) -> None:

@@ -207,12 +207,6 @@ def unseen_text(where: str, characters: Iterable[str]) -> str:
   )
 
 
-def copy(tokenizer: Tokenizer, folder: epath.PathLike) -> None:
-  """Writes a tokenizer's files into a folder, from which `load` then gives the same tokenizer."""
-  for name, path in tokenizer.files.items():
-    files.replace(epath.Path(folder) / name, read(path))
-
-
 # ------------------------------ the one trained for these files ------------------------------
 
 

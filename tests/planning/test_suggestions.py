@@ -9,6 +9,7 @@ import pytest
 from partitioning.rules import size_text
 from planning import aot, plan
 from reports import plan_page, plan_text
+from runtime import units
 
 CONSTANTS = "planning.constants=h100.hbm_bytes={}"
 
@@ -46,7 +47,7 @@ def test_what_would_save_time_is_printed_after_the_verdict_and_on_the_page():
   ],
 )
 def test_seconds_have_a_unit_that_is_easy_to_read(seconds, text):
-  assert plan_text.duration(seconds) == text
+  assert units.seconds(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_seconds_have_a_unit_that_is_easy_to_read(seconds, text):
   [(3.16e-5, "3.16e-05"), (123.4, "123"), (819_200, "819,200"), (1.5e13, "15 trillion")],
 )
 def test_numbers_are_written_without_exponents_where_they_can_be(value, text):
-  assert plan_text.number(value) == text
+  assert units.number(value) == text
 
 
 def test_a_network_without_layers_is_planned_and_advised_too():

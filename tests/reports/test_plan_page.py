@@ -15,6 +15,7 @@ from planning.timeline import Timeline
 from reports import plan_page, plan_text
 from reports.html import words
 from reports.plan_text import TIMELINE_WIDTH
+from runtime import units
 from tests.reports.test_layout_page import Reader
 from tests.reports.test_timeline_text import GAP, LAYER
 from training import compiler_options
@@ -48,7 +49,7 @@ def test_the_verdict_the_numbers_and_the_command_are_on_the_page(fits):
   assert plan_text.verdict(fits) in said
   assert 'main.py plan "<b>"' in said
   assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", said)
-  low, expected, high = map(plan_text.duration, fits.step_seconds)
+  low, expected, high = map(units.seconds, fits.step_seconds)
   assert f"a step{expected} ({low} to {high})" in "".join(said.split("\n")).replace("\xa0", " ")
   assert plan_text.constants(fits) in said
 

@@ -156,13 +156,6 @@ def warn(text: str) -> None:
     print(f"WARNING: {printable(text)}", file=sys.stderr, flush=True)
 
 
-def duration(seconds: float) -> str:
-  """Returns `1:02:03` or `2:03`."""
-  minutes, rest = divmod(round(seconds), 60)
-  hours, minutes = divmod(minutes, 60)
-  return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 # ------------------------------ long operations ------------------------------
 
 

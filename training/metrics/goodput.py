@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from training.metrics.console import duration
+from runtime.units import clock
 
 # Bin -> what it is called. One clock runs in one of them at any time.
 BINS = {
@@ -100,7 +100,7 @@ class Goodput:
     if whole < LEAST_SECONDS:
       return ""
     parts = ", ".join(f"{BINS[name]} {100 * s / whole:.1f} %" for name, s in self._seconds.items())
-    return f"goodput {100 * self._seconds['step'] / whole:.1f} % of {duration(whole)}: {parts}"
+    return f"goodput {100 * self._seconds['step'] / whole:.1f} % of {clock(whole)}: {parts}"
 
 
 def _bins(line: Mapping[str, Any] | None) -> dict[str, float]:
@@ -124,7 +124,7 @@ def _pause(last: Mapping[str, Any], started: float) -> tuple[float, str]:
     return pause, ""
   return 0.0, (
     f"by the clock of this machine the last line of the run was written "
-    f"{duration(abs(pause))} {'after' if pause < 0 else 'before'} this process started; that is "
+    f"{clock(abs(pause))} {'after' if pause < 0 else 'before'} this process started; that is "
     f"not counted as lost to the restart"
   )
 

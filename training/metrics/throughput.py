@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from models.spec import ModelSpec
 from runtime.chips import peak_flops
-from training.metrics.console import duration
+from runtime.units import clock
 from training.specs import BatchSpec
 from training.tasks import TASKS
 
@@ -112,7 +112,7 @@ class Meter:
         parts.append(f"MFU {100 * values['mfu']:.1f} %")
       parts.append(memory)
       left = (self._steps - step) * self.seconds / max(1, step - self._first_step)
-      parts.append(f"left {duration(left)}")
+      parts.append(f"left {clock(left)}")
     return parts, [part for part in (norm, memory) if part in parts]
 
   def _memory(self, values: dict[str, float]) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from reports import units
+from runtime import units
 
 
 @pytest.mark.parametrize(

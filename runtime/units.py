@@ -15,6 +15,13 @@ def seconds(value: float) -> str:
   return f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} us"
 
 
+def number(value: float) -> str:
+  """Returns a number with three digits, without an exponent unless it is huge or tiny."""
+  if 1000 <= value < 1e15:
+    return f"{round(value):,}" if value < 1e6 else humanize.intword(value, "%.3g")
+  return f"{value:.3g}"
+
+
 def clock(value: float) -> str:
   """Returns the time of something long: `1:02:03` or `2:03`."""
   minutes, rest = divmod(round(value), 60)
