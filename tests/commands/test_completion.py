@@ -3,14 +3,13 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 
 import pytest
 
 from commands.completion import SCRIPTS
-from tests.helpers.terminals import ROOT, Terminal
+from tests.helpers.terminals import Terminal
 
 SHELLS = {
   "bash": (["bash", "--norc", "--noprofile", "-i"], "source {}; PS1='$ '"),
@@ -21,10 +20,7 @@ PYTHON = sys.executable
 REQUIRED = "MESHWRIGHT_REQUIRE_SHELLS"  # set where all shells are to be there
 TYPED = {  # behind main.py -> what Tab makes of it
   "samp": "main.py sample ",
-  "--config=configs/dp4": "--config=configs/dp4_tp2.py ",
   "--config=configs/dp8.py:mlp_": "configs/dp8.py:mlp_tutorial",
-  "tour --chapter=coll": "--chapter=collectives",
-  "--config=configs/dp8.py --config.optimizer.final": "--config.optimizer.final_fraction=",
   "--config=configs/dp8.py --config.optimizer.schedule=inv": "schedule=inverse_sqrt",
 }
 
@@ -41,14 +37,15 @@ def test_no_other_shells(main):
 @pytest.mark.parametrize(
   "shell", ["bash", *(pytest.param(s, marks=pytest.mark.long) for s in ("zsh", "fish"))]
 )
-def test_tab(shell, tmp_path):
+def test_tab(main, shell, tmp_path):
   command, setup = SHELLS[shell]
   if not shutil.which(command[0]):
     assert REQUIRED not in os.environ, f"{shell} is not installed"
     pytest.skip(f"{shell} is not installed: apt-get install {shell}")
   script = tmp_path / "script"
-  printed = subprocess.check_output([PYTHON, "main.py", "completion", shell], cwd=ROOT)
-  script.write_bytes(printed)
+  code, printed, _ = main("completion", shell)
+  assert code == 0
+  script.write_text(printed)
   for typed, becomes in TYPED.items():  # each in a new shell: one may miss a key that clears a line
     with Terminal(command, environment={"HOME": str(tmp_path)}, columns=300) as terminal:
       terminal.press(f"{setup.format(script)}; echo RE''ADY\r".encode())

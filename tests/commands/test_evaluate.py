@@ -26,26 +26,23 @@ def test_a_sample_of_the_split(main, trained):
   losses = []
   whole = "the whole split"
   drawn = r"\d+ of \d[\d,]* examples, drawn at random"
-  for steps, what in ((0, whole), (2, drawn), (10**6, whole), (None, whole)):
+  for steps, what in ((2, drawn), (10**6, whole), (None, whole)):
     given = [f"--config.evaluation.final_steps={steps}"] * (steps is not None)
     code, out, err = main(*command, *given)
     assert code == 0, (out, err)
     assert re.search(rf"evaluation after step 2 \({what}\): eval_loss ", out), out
     assert "batch 1/" not in out, "the progress is for terminals"
     losses.append(float(out.split("eval_loss ")[1].split()[0]))
-  assert losses[0] == losses[2] == losses[3] != losses[1]
-  code, _, err = main(*command, "--config.evaluation.final_steps=-1")
-  assert (code, "evaluation.final_steps=-1: at least 0" in err) == (2, True)
+  assert losses[0] != losses[1] == losses[2]
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
-def test_it_shows_its_progress_on_a_terminal_and_stops_within_a_batch(forks, trained, kind):
+def test_it_shows_its_progress_on_a_terminal_and_stops_within_a_batch(forks, trained):
   command = ["evaluate", "--config=configs/single.py", *TINY_LM, f"--checkpoint={trained}"]
   command += ["--config.data.evaluation_split=test", "--config.data.global_batch_size=1"]
   with Terminal(terminals.main(*command), forks=forks) as terminal:
     # The second batch, or a later one.
     terminal.wait_until(lambda: re.search(r"evaluation: batch [2-9]", terminal.text()), "a batch")
-    terminal.popen.send_signal(kind)
+    terminal.popen.send_signal(signal.SIGTERM)
     assert terminal.end() == 75, terminal.text()
     shown = terminal.text()
   assert "eval_loss" not in shown

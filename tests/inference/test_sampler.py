@@ -190,9 +190,9 @@ def test_variables_that_are_no_parameters_are_used(monkeypatch):
 # ---- The cache ----
 
 
-@pytest.mark.parametrize("strategy", ["single", "dp4_tp2", "tp8", "fsdp8"])
-def test_greedy_decoding_is_that_without_a_cache(strategy):
-  made, params = sampler(strategy)
+def test_greedy_decoding_is_that_without_a_cache():
+  """Of one device; what is drawn on meshes is compared with one device below."""
+  made, params = sampler("single")
   found = made(params, GREEDY)
   assert found == decoded_without_cache(made, params)
   assert len({*found}) == len(PROMPTS)

@@ -33,7 +33,8 @@ LOSSES = {
   "python_bpe.py": ({1: 8.817538}, ANOTHER_PYTHON),
   "experts.py:experts": ({1: 5.9501, 10: 2.7665, 20: 2.5634}, ANOTHER_PYTHON),
 }
-LONG = ("vit.py", "default_job.py", "python_bpe.py", "experts.py:experts", "tutorial.py:data")
+LONG = ("vit.py", "default_job.py", "python_bpe.py", "experts.py:experts")
+LONG += ("tutorial.py:data", "tutorial.py:tensor")
 
 
 def summary(name):
