@@ -45,8 +45,8 @@ from absl import app, flags
 from etils import epath
 from ml_collections import ConfigDict
 
+from commands.eject import file_flags
 from configs.schema import finalize, validate
-from configs.schema.one_file import file_flags
 from examples import one_file
 from input_pipeline.batches import EvaluationBatches
 from processes.coordination import current

@@ -2,9 +2,11 @@
 
 import copy
 import sys
+from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 from rich.console import Console
+from rich.text import Text
 
 from commands import flags
 from commands.refusal import refuse
@@ -13,12 +15,16 @@ from input_pipeline import catalog
 from input_pipeline.ramp import Ramp
 from input_pipeline.source import Source
 from input_pipeline.text import files, tokenizer
-from reports import conversation_text
+from input_pipeline.text.chat_documents import Example
 from runtime import exit_codes
+from runtime.printable import printable
 from training import splits
 from training.metrics.console import preparing, say
 from training.tasks import TASKS
 
+TRAINED = "black on green"
+OPEN, CLOSE = "[[", "]]"  # around what is trained on, without a terminal
+_LONGEST = 2_000  # characters of a part that are shown
 _EXAMPLES = 2  # conversations that are printed
 
 
@@ -67,8 +73,8 @@ def _show_conversations(data: ConfigDict) -> None:
   console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
   colors = console.is_terminal
   for example in mixture.example_conversations(data, _EXAMPLES):
-    heading = conversation_text.heading(example, colors)
-    for text in (heading, conversation_text.text(example.segments, colors)):
+    heading = conversation_heading(example, colors)
+    for text in (heading, conversation_text(example.segments, colors)):
       if colors:
         console.print(text)
       else:
@@ -95,3 +101,30 @@ def _train_tokenizer(config: ConfigDict, size: int) -> str:
     )
   with preparing("a tokenizer") as waiting:
     return train_tokenizer.train_on(config.data, size, waiting.tick)
+
+
+def conversation_heading(example: Example, colors: bool) -> Text:
+  """Returns a line above a conversation: where it is from, and how much of it is trained on."""
+  how = "highlighted" if colors else f"in {OPEN}brackets{CLOSE}"
+  return Text(
+    f"{printable(example.place, newlines=False)}: {example.tokens:,} tokens, of which the "
+    f"{example.trained:,} {how} are trained on:",
+    style="bold" if colors else "",
+  )
+
+
+def conversation_text(segments: Sequence[tuple[bytes, bool]], colors: bool) -> Text:
+  """Returns a conversation.
+
+  Args:
+    segments: its text in parts, each with whether it is trained on.
+    colors: whether a terminal shows it.
+  """
+  shown = Text()
+  for content, trained in segments:
+    part = printable(content.decode(errors="replace"), longest=_LONGEST)
+    if trained and colors:
+      shown.append(part, TRAINED)
+    else:
+      shown.append(f"{OPEN}{part}{CLOSE}" if trained else part)
+  return shown

@@ -16,9 +16,9 @@ import pytest
 
 from checks.__main__ import main as check
 from commands import eject
+from commands.eject import file_flags
 from configs import dp4_tp2
 from configs.schema import finalize
-from configs.schema.one_file import file_flags
 from examples import one_file
 from tests.helpers.compiling import OPTIONS
 from tests.helpers.jobs import make_job

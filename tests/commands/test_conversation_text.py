@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
+from commands import prepare
 from input_pipeline.text.chat_documents import Example
-from reports import conversation_text
 
 EXAMPLE = Example("a\x1b.jsonl:3", 1234, 2, [("ä[b]\x1b[0m ".encode(), False), (b"\xe2\n", True)])
 
@@ -13,8 +13,8 @@ EXAMPLE = Example("a\x1b.jsonl:3", 1234, 2, [("ä[b]\x1b[0m ".encode(), False), 
 def printed(terminal):
   out = io.StringIO()
   console = Console(file=out, force_terminal=terminal, highlight=False, soft_wrap=True)
-  console.print(conversation_text.heading(EXAMPLE, terminal))
-  console.print(conversation_text.text(EXAMPLE.segments, terminal))
+  console.print(prepare.conversation_heading(EXAMPLE, terminal))
+  console.print(prepare.conversation_text(EXAMPLE.segments, terminal))
   return out.getvalue()
 
 
@@ -26,7 +26,7 @@ def test_in_brackets_without_a_terminal():
 
 
 def test_of_a_long_part_the_beginning_is_shown():
-  shown = conversation_text.text([(b"a" * 5000, True)], False)
+  shown = prepare.conversation_text([(b"a" * 5000, True)], False)
   assert shown.plain == f"[[{'a' * 2000}... (3000 more characters)]]"
 
 

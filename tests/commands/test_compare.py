@@ -1,6 +1,6 @@
 """The result of `compare` as text."""
 
-from reports import parity_text
+from commands import compare
 from tests.helpers.jobs import make_job
 from training.parity import Difference
 
@@ -16,7 +16,7 @@ def text(found):
   for job in jobs:
     with job.config.unlocked():
       job.config.training.parameter_dtype = "float64"
-  return parity_text.text(jobs, ("dp8_mlp", "single_mlp"), found)
+  return compare.table_text(jobs, ("dp8_mlp", "single_mlp"), found)
 
 
 def test_each_config_is_named_once_with_its_mesh():

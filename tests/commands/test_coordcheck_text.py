@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from reports import coordcheck_result
+from commands import coordcheck
 from tests.helpers.jobs import make_job
 from training.coordinate_check import Point, slopes
 
@@ -27,7 +27,7 @@ def found(*factors):
 
 
 def test_the_widths_and_what_was_trained_stand_first(jobs):
-  lines = coordcheck_result.text(jobs, found(1, 1)).splitlines()
+  lines = coordcheck.text(jobs, found(1, 1)).splitlines()
   assert lines[1] == ("muP, base width 10; 3 steps of adamw at 0.008 from 3 initializations")
   assert lines[2:4] == [
     "width 20: feed-forward 56, 4 heads of 6",
@@ -39,7 +39,7 @@ def test_the_widths_and_what_was_trained_stand_first(jobs):
 
 
 def test_all_flat(jobs):
-  text = coordcheck_result.text(jobs, found(1.1, 1, 0.5))
+  text = coordcheck.text(jobs, found(1.1, 1, 0.5))
   assert text.splitlines()[-1] == (
     "flat: 3 activations, no slope beyond 0.3; the largest is +0.14 (point 0, change after 3 steps)"
   )
@@ -49,7 +49,7 @@ def test_all_flat(jobs):
 
 
 def test_what_is_not_flat_is_marked_and_named(jobs):
-  text = coordcheck_result.text(jobs, found(2, 0.5, 4))
+  text = coordcheck.text(jobs, found(2, 0.5, 4))
   marked = [line.split()[:2] for line in text.splitlines() if line.endswith("  not flat")]
   assert marked == [["point", "0"], ["point", "1"], ["point", "2"]]
   assert text.endswith(
@@ -64,5 +64,5 @@ def test_what_is_not_flat_is_marked_and_named(jobs):
 def test_without_mup(jobs):
   with jobs[0].config.unlocked():
     jobs[0].config.model.base_width = 0
-  found = coordcheck_result.parametrization(jobs[0].config.model)
+  found = coordcheck.parametrization(jobs[0].config.model)
   assert found == "without muP (model.base_width=0)"

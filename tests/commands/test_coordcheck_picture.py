@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from reports import coordcheck_result
+from commands import coordcheck
 from tests.helpers.jobs import make_job
 from training.coordinate_check import Point, slopes
 
@@ -27,7 +27,7 @@ def drawn(jobs, *changes):
   for number, change in enumerate(changes):
     change = np.array(change, float)[:, :, None].repeat(2, axis=2)
     points.append(Point(f"point <{number}>", True, np.ones_like(change), change))
-  return ElementTree.fromstring(coordcheck_result.svg(jobs, slopes(points, WIDTHS)))
+  return ElementTree.fromstring(coordcheck.svg(jobs, slopes(points, WIDTHS)))
 
 
 def lines(tree):
