@@ -148,7 +148,7 @@ def index() -> dict[str, object]:
 
 def chapters() -> list[str]:
   """Returns the chapters of the tour, read from its table: importing it would import JAX."""
-  source = (pathlib.Path(__file__).resolve().parents[1] / "reports/tour/chapters.py").read_text()
+  source = (pathlib.Path(__file__).resolve().parents[1] / "reports/tour/run.py").read_text()
   return re.findall(r'^  "(\w+)": \1,$', source, re.MULTILINE)
 
 

@@ -70,7 +70,7 @@ def _plan(request: Mapping[str, Any], folder: pathlib.Path) -> None:
   import jax
 
   from planning import plan
-  from reports import plan_page, plan_text
+  from reports import plan_report
 
   # The report names each collective's line of Python, also where the environment turned them off.
   jax.config.update("jax_traceback_in_locations_limit", 30)
@@ -82,8 +82,8 @@ def _plan(request: Mapping[str, Any], folder: pathlib.Path) -> None:
     progress=lambda phase: report(request["phases"], phase),
   )
   report(request["phases"], "writing the page")
-  (folder / "report.txt").write_text(plan_text.text(found) + "\n")
-  (folder / "plan.html").write_text(plan_page.html(found, command=request["command"]))
+  (folder / "report.txt").write_text(plan_report.text(found) + "\n")
+  (folder / "plan.html").write_text(plan_report.html(found, command=request["command"]))
   (folder / "plan.json").write_text(json.dumps(found.as_json(), indent=2) + "\n")
 
 

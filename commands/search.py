@@ -11,7 +11,7 @@ from commands.refusal import refuse
 from configs.keys.data import DATA
 from planning import search_results
 from planning.topology import parse
-from reports import search_page, search_text
+from reports import search_report
 from runtime import exit_codes, files
 from runtime.chips import overridden
 from training.metrics.console import say
@@ -44,10 +44,10 @@ def _run() -> int:
   for name in names:
     one = search_process.of_topology(asked, name)
     found.append(dataclasses.replace(one, price=prices.get(one.chip, prices.get("", 0.0))))
-  say(search_text.text(found, flags.command_to_train()))
+  say(search_report.text(found, flags.command_to_train()))
   parts = {"command": command, "topologies": [one.as_json() for one in found]}
   files.replace(workdir / "search.json", json.dumps(parts, indent=2) + "\n")
-  page = search_page.html(found, title=f"Search: {title}", command=command)
+  page = search_report.html(found, title=f"Search: {title}", command=command)
   files.replace(workdir / "search.html", page)
   say(f"page: {workdir / 'search.html'}")
   return exit_codes.DONE if any(one.fits for one in found) else exit_codes.CHECK_FAILED

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from commands import plan_process
 from planning import search_results
 from planning.search_results import Estimate, Found, Tried
-from reports import search_text
+from reports import search_report
 from runtime import exit_codes
 from training.metrics.console import say
 
@@ -90,7 +90,7 @@ def _compiled(asked: Asked, name: str, found: Found) -> Found:
       size, seconds = plan["peak_bytes_per_device"], plan["step_seconds"]
       fits = plan["fits"] and size <= found.limit
       tried.append(Tried(one, size, seconds["expected"] if fits else None))
-    say(search_text.tried_line(len(tried), tried[-1], search_results.COMPILER))
+    say(search_report.tried_line(len(tried), tried[-1], search_results.COMPILER))
   return dataclasses.replace(found, tried=tried, source=search_results.COMPILER)
 
 
@@ -102,7 +102,7 @@ def _measured(asked: Asked, found: Found) -> Found:
   while one := _next(asked, found, tried, trusted=False):
     of = f"{len(tried) + 1} of {asked.compilations}"
     tried += _runs(asked, [one], 1, f"search: {found.topology}, run {of}, {one.mesh_text}")
-    say(search_text.tried_line(len(tried), tried[-1], search_results.RUN))
+    say(search_report.tried_line(len(tried), tried[-1], search_results.RUN))
   final = [one.estimate for one in search_results.finalists(tried)]
   if len(final) > 1:
     label = f"search: {found.topology}, the best {len(final)} again"

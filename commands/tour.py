@@ -2,7 +2,6 @@
 
 from commands import flags
 from commands.refusal import refuse
-from reports.tour import chapters
 from reports.tour import run as tour
 from runtime import exit_codes
 
@@ -10,7 +9,7 @@ from runtime import exit_codes
 def run() -> int:
   """Prints the tour; it needs no config, and starts further processes itself."""
   try:
-    chapters_shown = chapters.chosen(flags.CHAPTER.value)
+    chapters_shown = tour.chosen(flags.CHAPTER.value)
     tour.start(simulate=flags.SIMULATE.value)
   except (ValueError, OSError, RuntimeError) as error:
     return refuse(error)

@@ -13,7 +13,7 @@ from etils import epath
 from markupsafe import Markup
 
 from input_pipeline.text import tokenizer_files
-from reports import charts, run_charts, run_page, run_sections
+from reports import charts, run_charts, run_page
 from reports.html import render
 from reports.run_files import CONFIG, TOKENIZER, Points, Run, number
 from runtime import units
@@ -101,8 +101,8 @@ def html(runs: Sequence[Run], *, page: epath.Path, command: str = "") -> str:
     sentences=sentences,
     names=names,
     results=_results(runs),
-    differences=run_sections.differences(runs),
-    versions=run_sections.version_differences(runs),
+    differences=run_page.differences(runs),
+    versions=run_page.version_differences(runs),
   )
 
 
@@ -186,7 +186,7 @@ def varied(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
   The mesh is one column.
   """
   given = {key for run in runs for key in _given(run)}
-  rows = [row for row in run_sections.differences(runs) if not row[0].startswith("mesh.")]
+  rows = [row for row in run_page.differences(runs) if not row[0].startswith("mesh.")]
   chosen = [row for row in rows if row[0] in given][:MOST_KEYS] or rows[:OTHER_KEYS]
   meshes = [_mesh(run) for run in runs]
   found = [(key, texts) for key, *texts in chosen]

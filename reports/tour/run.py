@@ -16,9 +16,51 @@ from rich.table import Table
 from rich.text import Text
 
 from reports import drawings
-from reports.tour.chapters import chosen
+from reports.tour import (
+  arrays,
+  collectives,
+  computation_follows_data,
+  constraints,
+  cost,
+  network,
+  pipeline,
+  processes,
+  random_numbers,
+  vmap_to_mesh,
+)
 from reports.tour.scene import DEVICES, Scene, Shown
 from runtime import devices
+from runtime.suggest import nearest
+
+# name -> module
+CHAPTERS = {
+  "arrays": arrays,
+  "computation_follows_data": computation_follows_data,
+  "constraints": constraints,
+  "vmap_to_mesh": vmap_to_mesh,
+  "collectives": collectives,
+  "network": network,
+  "pipeline": pipeline,
+  "random_numbers": random_numbers,
+  "processes": processes,
+  "cost": cost,
+}
+
+
+def chosen(name: str | None) -> dict:
+  """Returns the chapter of a name, or all of them.
+
+  Raises:
+    ValueError: there is no such chapter; with the nearest name.
+  """
+  if name is None:
+    return CHAPTERS
+  if name in CHAPTERS:
+    return {name: CHAPTERS[name]}
+  raise ValueError(
+    f"unknown chapter {name!r}; there are {', '.join(CHAPTERS)}{nearest(name, CHAPTERS)}"
+  )
+
 
 WIDTH = 100
 INDENT = 2
@@ -39,7 +81,7 @@ def show(shown: Mapping[str, Any], *, console: Console | None = None) -> None:
   """Runs chapters and prints what they show.
 
   Args:
-    shown: name -> chapter, of `chapters.chosen`.
+    shown: name -> chapter, of `chosen`.
     console: where to print; the standard output.
   """
   console = console or _console()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from reports import drawings as pictures
 from reports.tour import run
-from reports.tour.chapters import CHAPTERS
+from reports.tour.run import CHAPTERS
 from reports.tour.scene import Scene
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -12,7 +12,7 @@ import pytest
 from commands import complete, completion
 from commands.verbs import VERBS
 from configs.keys.optimizer import OPTIMIZER
-from reports.tour.chapters import CHAPTERS
+from reports.tour.run import CHAPTERS
 from tests.helpers.terminals import ROOT
 
 

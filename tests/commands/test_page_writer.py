@@ -7,8 +7,8 @@ import typing
 import pytest
 from etils import epath
 
-from commands import page_writer
-from commands.page_writer import PageWriter
+from commands import run_report
+from commands.run_report import PageWriter
 from runtime import files
 from tests.reports import runs
 from tests.reports.test_layout_page import Reader
@@ -44,7 +44,7 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch):
   Fake.started, Fake.slow = [], False
-  monkeypatch.setattr(page_writer.subprocess, "Popen", Fake)
+  monkeypatch.setattr(run_report.subprocess, "Popen", Fake)
   return Fake
 
 
@@ -82,7 +82,7 @@ def test_a_page_is_not_rewritten_while_one_is_made_nor_right_after(tmp_path, fak
   while not fake.started and time.monotonic() < deadline:
     time.sleep(0.01)
   assert len(fake.started) == 1
-  assert fake.started[0].command[-2:] == [os.fspath(tmp_path), str(page_writer.NICENESS)]
+  assert fake.started[0].command[-2:] == [os.fspath(tmp_path), str(run_report.NICENESS)]
   fake.slow = False
   wait(made)
   assert (tmp_path / "run.html").read_text() == "page 1"

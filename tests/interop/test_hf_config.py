@@ -5,7 +5,7 @@ import pytest
 from configs import base
 from configs.schema import finalize, recipes
 from interop import hf_config, hf_parts
-from interop.hf_families import FAMILIES
+from interop.hf_config import FAMILIES
 from tests.interop import folders
 
 LLAMA = {

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from interop import hf_config, hf_folder, read_weights
-from interop.hf_families import FAMILIES
+from interop.hf_config import FAMILIES
 from models import model_spec
 from tests.helpers.jobs import make_job
 from tests.models.write_families import PYTHONS

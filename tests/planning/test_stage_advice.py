@@ -8,7 +8,7 @@ import pytest
 
 from configs import single
 from planning import aot, suggestions
-from reports import plan_text
+from reports import plan_report
 from tests.helpers.jobs import SMALL
 from tests.planning import test_suggestions
 from tests.planning.test_passes import KERNELS, ROUNDS, D, L, M, S, V
@@ -50,5 +50,5 @@ def test_without_kernels_to_gather_it_says_nothing():
 def test_it_is_printed_after_the_verdict():
   found = test_suggestions.make("dp8", "h100:8", recipe="mlp")
   found = dataclasses.replace(found, per_tick="kernels are gathered")
-  assert "\n  kernels are gathered\n" in plan_text.text(found)
+  assert "\n  kernels are gathered\n" in plan_report.text(found)
   assert found.as_json()["per_tick"] == "kernels are gathered"

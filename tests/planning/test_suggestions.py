@@ -8,7 +8,7 @@ import pytest
 
 from partitioning.rules import size_text
 from planning import aot, plan
-from reports import plan_page, plan_text
+from reports import plan_report
 from runtime import units
 
 CONSTANTS = "planning.constants=h100.hbm_bytes={}"
@@ -30,13 +30,13 @@ def test_what_a_budget_of_tokens_costs():
   assert found.chip_hours == pytest.approx(hours)
   assert found.cost == pytest.approx(2.5 * hours)
   text = f"1 billion tokens take {hours:.3g} chip-hours and cost {2.5 * hours:.2f}"
-  assert text in plan_text.text(found)
+  assert text in plan_report.text(found)
 
 
 def test_what_would_save_time_is_printed_after_the_verdict_and_on_the_page():
   found = dataclasses.replace(make("dp8", "h100:8", recipe="mlp"), gather_once="for 3 ms of a step")
-  assert "\n  for 3 ms of a step\n" in plan_text.text(found)
-  assert "<p>for 3 ms of a step</p>" in plan_page.html(found)
+  assert "\n  for 3 ms of a step\n" in plan_report.text(found)
+  assert "<p>for 3 ms of a step</p>" in plan_report.html(found)
   assert found.as_json()["gather_once"] == "for 3 ms of a step"
 
 
@@ -59,7 +59,7 @@ def test_numbers_are_written_without_exponents_where_they_can_be(value, text):
 
 
 def test_a_network_without_layers_is_planned_and_advised_too():
-  assert "examples/s per device" in plan_text.text(make("dp8", "h100:8", recipe="mlp"))
+  assert "examples/s per device" in plan_report.text(make("dp8", "h100:8", recipe="mlp"))
   found = make("dp8", "h100:8", "planning.constants=h100.hbm_bytes=5e5", recipe="mlp")
   assert not found.fits
   assert found.advice.fitting[0].overrides == "--config.mesh.data=1 --config.mesh.fsdp=8"
@@ -89,7 +89,7 @@ def test_the_advice_is_to_be_copied(topology, memory, advice):
   assert found.advice.fitting[0].overrides == advice
   for one in found.advice.fitting:
     line = f"would fit, with {size_text(one.bytes)} per device by formula: {one.overrides}\n"
-    assert line in plan_text.text(found)
+    assert line in plan_report.text(found)
   assert make("dp8", topology, *told, *advice.split()).fits
 
 
@@ -114,5 +114,5 @@ def test_where_nothing_fits_the_smallest_is_named():
   assert advice.fitting == ()
   assert advice.smallest.bytes > 1e5
   text = f"none of {advice.tried} changes fits; the smallest takes"
-  assert text in plan_text.text(found)
-  assert advice.smallest.overrides in plan_text.text(found)
+  assert text in plan_report.text(found)
+  assert advice.smallest.overrides in plan_report.text(found)

@@ -12,9 +12,9 @@ from planning import aot, memory, plan
 from planning.roofline import Work
 from planning.step_time import HostTraffic
 from planning.timeline import Timeline
-from reports import plan_page, plan_text
+from reports import plan_report
 from reports.html import words
-from reports.plan_text import TIMELINE_WIDTH
+from reports.plan_report import TIMELINE_WIDTH
 from runtime import units
 from tests.reports.test_layout_page import Reader
 from tests.reports.test_timeline_text import GAP, LAYER
@@ -43,15 +43,15 @@ def bars(text):
 
 
 def test_the_verdict_the_numbers_and_the_command_are_on_the_page(fits):
-  text = plan_page.html(fits, command='main.py plan "<b>"')
+  text = plan_report.html(fits, command='main.py plan "<b>"')
   read = Reader(text)
   said = "".join(read.said)
-  assert plan_text.verdict(fits) in said
+  assert plan_report.verdict(fits) in said
   assert 'main.py plan "<b>"' in said
   assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", said)
   low, expected, high = map(units.seconds, fits.step_seconds)
   assert f"a step{expected} ({low} to {high})" in "".join(said.split("\n")).replace("\xa0", " ")
-  assert plan_text.constants(fits) in said
+  assert plan_report.constants(fits) in said
 
 
 def lanes_of(text):
@@ -70,7 +70,7 @@ def test_the_time_of_a_step_is_a_picture_on_one_scale(fits):
   waiting = dataclasses.replace(one, exposed_seconds=one.seconds / 4)
   times = dataclasses.replace(fits.times, sent=(waiting, *others))
   times = dataclasses.replace(times, step=times.step + waiting.exposed_seconds - fits.times.exposed)
-  text = plan_page.html(dataclasses.replace(fits, times=times))
+  text = plan_report.html(dataclasses.replace(fits, times=times))
   lanes = lanes_of(text)
   share = 100 / dataclasses.replace(fits, times=times).step_seconds[2]
   step = lanes["step: computing, waiting for collectives"]
@@ -80,7 +80,7 @@ def test_the_time_of_a_step_is_a_picture_on_one_scale(fits):
   [(kind, left, width)] = lanes["compute alone"]
   assert (kind, left) == ("matmul", 0)
   assert width == pytest.approx(share * times.compute, abs=0.01)
-  sums = plan_text.sums(dataclasses.replace(fits, times=times))
+  sums = plan_report.sums(dataclasses.replace(fits, times=times))
   for row in sums:
     bars = lanes[f"{row.axis}, {row.kind}"]
     assert sum(width for *_, width in bars) == pytest.approx(share * row.seconds, abs=0.01)
@@ -93,28 +93,28 @@ def test_a_plan_by_formula_has_no_compiler_options(fits, monkeypatch):
   monkeypatch.setattr(compiler_options, "of_device", lambda device: {"xla_of_cpus": True})
   assert fits.job.compiler_defaults
   assert fits.as_json()["compiler_options"] == {}
-  assert "compiler_options" not in plan_text.text(fits)
+  assert "compiler_options" not in plan_report.text(fits)
 
 
 def test_the_share_of_fused_attention_is_told_where_there_is_some(fits):
-  assert plan_text.constants(fits).endswith("at 57.6, 92, 80 % efficiency")
+  assert plan_report.constants(fits).endswith("at 57.6, 92, 80 % efficiency")
   work = Work(2e12, 0, attention=1e12)
   attending = dataclasses.replace(fits, times=dataclasses.replace(fits.times, work=work))
-  said = plan_text.constants(attending)
+  said = plan_report.constants(attending)
   assert said.endswith("at 57.6, 92, 80 % efficiency, fused attention at 53 %")
 
 
 def test_transfers_to_and_from_the_host_and_whether_they_are_hidden(fits):
   """On the page and in the text; without any there is no section."""
-  assert "host memory" not in plan_page.html(fits) + plan_text.text(fits)
+  assert "host memory" not in plan_report.html(fits) + plan_report.text(fits)
   out = HostTraffic("to host", 3 * 2**20, 0.004, 0.0, "activations")
   back = HostTraffic("from host", 3 * 2**20, 0.004, 0.002, "activations")
   times = dataclasses.replace(fits.times, host=(out, back))
   moving = dataclasses.replace(fits, times=times, host_memory={"activations": 5 * 2**20})
-  rows = [row[:5] for row in Reader(plan_page.html(moving)).rows]
+  rows = [row[:5] for row in Reader(plan_report.html(moving)).rows]
   assert ["to host", "activations", "3.0 MiB", "4 ms", "0 s"] in rows
   assert ["from host", "activations", "3.0 MiB", "4 ms", "2 ms"] in rows
-  text = plan_text.text(moving)
+  text = plan_report.text(moving)
   assert (
     "6.0 MiB moved per step and device over 64 GB/s each way, 75 % hidden (exposed 2 ms)" in text
   )
@@ -123,12 +123,12 @@ def test_transfers_to_and_from_the_host_and_whether_they_are_hidden(fits):
 
 
 def test_the_timeline_of_a_layer_and_the_waits_with_their_lines(fits):
-  assert "none without a compiled program" in "".join(Reader(plan_page.html(fits)).said)
+  assert "none without a compiled program" in "".join(Reader(plan_report.html(fits)).said)
   shown = Timeline((LAYER,), (GAP,), ("no loop over 4 layers in the backward pass",))
-  text = plan_page.html(dataclasses.replace(fits, timeline=shown))
+  text = plan_report.html(dataclasses.replace(fits, timeline=shown))
   read = Reader(text)
   said = "".join(read.said)
-  assert plan_text.head(LAYER) in said
+  assert plan_report.head(LAYER) in said
   assert "no loop over 4 layers in the backward pass" in said
   bars = lanes_of(text[text.index("Timeline of a layer</h2>") :])
   assert list(bars) == ["compute", *LAYER.transfers]
@@ -143,7 +143,7 @@ def test_the_timeline_of_a_layer_and_the_waits_with_their_lines(fits):
 
 
 def test_what_is_in_a_title_is_text_and_no_markup(fits):
-  text = plan_page.html(dataclasses.replace(fits, warnings=("<img src=x>",)))
+  text = plan_report.html(dataclasses.replace(fits, warnings=("<img src=x>",)))
   assert "<script>a()" not in text
   assert "<img" not in text
   said = "".join(Reader(text).said)
@@ -153,7 +153,7 @@ def test_what_is_in_a_title_is_text_and_no_markup(fits):
 
 def test_memory_is_one_bar_against_the_limit_and_a_small_one_is_enlarged(fits):
   limit, peak = fits.topology.chip.hbm_bytes, fits.memory_at_once
-  text = plan_page.html(fits)
+  text = plan_report.html(fits)
   [(parts, none)] = bars(text)
   assert sum(parts) == pytest.approx(100)
   assert none == []
@@ -161,7 +161,7 @@ def test_memory_is_one_bar_against_the_limit_and_a_small_one_is_enlarged(fits):
   assert share in "".join(Reader(text).said)
   tight = dataclasses.replace(fits.topology.chip, hbm_bytes=4 * peak)
   tight = dataclasses.replace(fits, topology=dataclasses.replace(fits.topology, chip=tight))
-  [(parts, line)] = bars(plan_page.html(tight))
+  [(parts, line)] = bars(plan_report.html(tight))
   assert sum(parts) == pytest.approx(25)
   assert line == ['<b style="left:0;width:100.0%']
   there = memory.at_peak(fits.memory)
@@ -171,7 +171,7 @@ def test_memory_is_one_bar_against_the_limit_and_a_small_one_is_enlarged(fits):
 
 def test_overrides_of_a_plan_that_does_not_fit_can_be_copied():
   found = make("dp8", "h100:8", "h100.hbm_bytes=5e5")
-  text = plan_page.html(found)
+  text = plan_report.html(found)
   assert not found.fits
   assert found.advice.fitting
   for one in found.advice.fitting:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from reports import drawings, grid, layout_page, pipeline_picture, run_files, run_sections
+from reports import drawings, grid, layout_page, pipeline_picture, run_files, run_page
 from reports.layout_page import Side
 from tests.helpers.jobs import make_job
 from tests.reports import runs
@@ -39,7 +39,7 @@ def test_a_pipeline_is_stored_and_drawn(tmp_path):
   assert run.layout["pipeline"] == {
     **{"kind": "1f1b", "stages": 2, "microbatches": 4, "chunks": 1, "layers": 2}
   }
-  section = run_sections.pipeline(run)
+  section = run_page.pipeline(run)
   assert section.values["picture"] == pipeline_picture.svg(job.program.pipeline, 2)
   for key, value in (("stages", 0), ("chunks", "2"), ("kind", "<b>"), ("layers", 2**30)):
     content = layout_page.stored_layout(job)

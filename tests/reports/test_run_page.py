@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from reports import charts, layout_page, run_charts, run_files, run_page, run_sections
+from reports import charts, layout_page, run_charts, run_files, run_page
 from tests.helpers.jobs import make_job
 from tests.reports import runs
 from tests.reports.test_layout_page import Reader
@@ -236,13 +236,13 @@ def test_what_a_restart_has_undone_is_gone(text):
 
 def test_the_folder_stands_for_the_run_in_commands(folder):
   run = run_files.read(folder)
-  commands = dict(run_sections.commands_of_run(run))
+  commands = dict(run_page.commands_of_run(run))
   assert commands["resume"] == f"python main.py train '{folder}'"
   assert commands["evaluate"] == f"python main.py evaluate '{folder}'"
   assert commands["sample"] == f"python main.py sample '{folder}'"
   assert commands["this page"] == f"python main.py report '{folder}'"
   done = dataclasses.replace(run, config={"training.steps": 40})
-  [(what, command), *_] = run_sections.commands_of_run(done)
+  [(what, command), *_] = run_page.commands_of_run(done)
   assert (what, command) == (
     "train for longer",
     f"python main.py train '{folder}' training.steps=80",

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from planning.search_results import COMPILER, Estimate, Found, Tried
-from reports import search_page, search_text
+from reports import search_report
 
 GIB = 2**30
 
@@ -38,7 +38,7 @@ NOTHING = Found(
 
 
 def test_the_verdict_names_the_fastest_next_to_the_config_as_given():
-  said = search_text.text([FOUND], "python main.py --config=configs/fsdp.py")
+  said = search_report.text([FOUND], "python main.py --config=configs/fsdp.py")
   # 1e12 tokens at 524,288 in 1.1 s, by 64 chips at 2 each an hour.
   cost = 1e12 / 524_288 * 1.1 / 3600 * 64 * 2
   assert (
@@ -65,8 +65,8 @@ def test_the_table_shows_what_differs_and_one_row_of_those_that_are_alike():
   found = Found(**{**VALUES, "estimates": [*same, *smaller, given], "given": given.key})
   assert len(found.rows) == 11
   # 1.005 s of 1.0 s are alike, 1.015 s are not; of the rest the fastest, and the config as given.
-  assert list(search_text.listed(found)) == [1, 4, 5, 6, 7, 11]
-  lines = search_text.text([found], "python main.py").splitlines()
+  assert list(search_report.listed(found)) == [1, 4, 5, 6, 7, 11]
+  lines = search_report.text([found], "python main.py").splitlines()
   [titles] = [line for line in lines if "rematerialization, others" in line]
   assert "microbatches" not in titles  # one in all rows
   rows = [line.split() for line in lines if re.match(r" +\d+\*? +fsdp", line)]
@@ -76,7 +76,7 @@ def test_the_table_shows_what_differs_and_one_row_of_those_that_are_alike():
 
 
 def test_nothing_fits():
-  said = search_text.text([NOTHING], "python main.py")
+  said = search_report.text([NOTHING], "python main.py")
   assert "nothing fits: the setting with the least memory needs 6.0 GiB per device" in said
   assert (
     "would fit, with 512.0 MiB per device by formula: --topology=v5p:4x4x8 --config.mesh.fsdp=128"
@@ -88,7 +88,7 @@ def test_of_several_topologies_the_fastest_and_the_cheapest():
   # By formula, 1.2 s.
   values = {**VALUES, "topology": "v6e:16x16", "chips": 256.0, "over": {"mesh_dcn.data": 2}}
   other = Found(**values, price=2.0)
-  lines = search_text.summary([FOUND, other, NOTHING], "python main.py")
+  lines = search_report.summary([FOUND, other, NOTHING], "python main.py")
   assert lines[0].startswith("fastest of all: 64 devices of v5p:4x4x4, ")
   assert lines[1].startswith("cheapest of all: 64 devices of v5p:4x4x4, ")
   assert [line.split(":")[0] for line in lines[2:]] == ["to train on v5p", "to train on v6e"]
@@ -104,7 +104,7 @@ def test_of_several_topologies_the_fastest_and_the_cheapest():
   ],
 )
 def test_each_setting_is_reported_as_it_is_found(tried, expected):
-  assert search_text.tried_line(1, tried, COMPILER) == expected
+  assert search_report.tried_line(1, tried, COMPILER) == expected
 
 
 def points(drawn, place):
@@ -116,34 +116,34 @@ def points(drawn, place):
 
 
 def test_the_picture_has_memory_to_the_right_and_time_up():
-  drawn = search_page.picture(FOUND)
+  drawn = search_report.picture(FOUND)
   fast, small = points(drawn, 1), points(drawn, 2)
   assert fast[0] > small[0]  # more memory
   assert fast[1] > small[1]  # less time: y grows downwards
-  assert drawn == search_page.picture(FOUND)
-  assert search_page.picture(NOTHING) == ""
+  assert drawn == search_report.picture(FOUND)
+  assert search_report.picture(NOTHING) == ""
 
 
 def test_the_page_has_verdict_picture_table_and_overrides():
-  page = search_page.html([FOUND, NOTHING], title="Search: <x>", command="python main.py search")
+  page = search_report.html([FOUND, NOTHING], title="Search: <x>", command="python main.py search")
   text = html.unescape(page)
   assert "Search: &lt;x&gt;" in page
-  assert search_text.verdict(FOUND) in text
-  assert search_text.verdict(NOTHING) in text
-  assert search_page.picture(FOUND, "search0") in page
+  assert search_report.verdict(FOUND) in text
+  assert search_report.verdict(NOTHING) in text
+  assert search_report.picture(FOUND, "search0") in page
   copied = re.sub("</?span[^>]*>", "", text)
   for row in FOUND.rows:
-    assert search_text.overrides(row) in copied
+    assert search_report.overrides(row) in copied
   assert "7 times: heads are 12" in text
   assert "http" not in re.sub(r"http://www\.w3\.org/\S+", "", page)
 
 
 def test_labels_that_would_overlap_are_one():
-  assert search_page.numbers_text([7, 2, 1, 3]) == "1-3,7"
+  assert search_report.numbers_text([7, 2, 1, 3]) == "1-3,7"
   near = [estimate(1.0 + n / 1000, 36, **{"mesh.fsdp": n}) for n in range(3)]
   far = estimate(1.3, 10, **{"mesh.fsdp": 9})
   tried = [Tried(one, one.bytes, one.seconds) for one in [*near, far]]
-  svg = search_page.picture(Found(**VALUES, tried=tried, source=COMPILER))
+  svg = search_report.picture(Found(**VALUES, tried=tried, source=COMPILER))
   assert re.findall(r">([\d,-]+)</text>", svg)[-2:] == ["4", "1-3"]
   assert svg.count("<title>") == 4
 
@@ -151,7 +151,7 @@ def test_labels_that_would_overlap_are_one():
 def test_the_page_tells_settings_of_a_mesh_apart():
   more = estimate(1.1, 70, tables="none", **{"training.loss_chunks": 8, "mesh.stage": 2})
   more.setting["training.microbatches"] = 16
-  page = search_page.html([Found(**{**VALUES, "estimates": [FAST, more]})], title="a")
+  page = search_report.html([Found(**{**VALUES, "estimates": [FAST, more]})], title="a")
   assert "<td>none, training.loss_chunks=4</td>" in page
   assert "<td>none, training.loss_chunks=8</td>" in page  # microbatches have a column
   flags = re.findall(r'<span class="flag">(.*?)</span>( ?)', page)

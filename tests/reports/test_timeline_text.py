@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from planning.timeline import Bar, Gap, Layer, Timeline
-from reports import plan_text
-from reports.plan_text import TIMELINE_LABEL, TIMELINE_WIDTH
+from reports import plan_report
+from reports.plan_report import TIMELINE_LABEL, TIMELINE_WIDTH
 
 # A layer of WIDTH ms, so that a cell is a millisecond.
 MS = 1e-3
@@ -36,7 +36,7 @@ GAP = Gap(0.32, 32, "all-gather over fsdp of bf16[4096,14336]", LINE, "in the fo
 
 def rows(timeline):
   """Returns the lines by what stands before the drawing, and all of them."""
-  lines = [*plan_text.lines(timeline)]
+  lines = [*plan_report.lines(timeline)]
   return {line[:TIMELINE_LABEL].strip(): line[TIMELINE_LABEL:] for line in lines}, lines
 
 
@@ -77,7 +77,7 @@ def test_lines_fit_the_terminal_whatever_is_in_them():
   ],
 )
 def test_the_line_of_the_loop_and_what_is_outside(line, outside, text):
-  assert plan_text.where(dataclasses.replace(LAYER, line=line, outside=outside)) == text
+  assert plan_report.where(dataclasses.replace(LAYER, line=line, outside=outside)) == text
 
 
 def test_numbers_of_waits_do_not_overlap():
@@ -97,7 +97,7 @@ def test_numbers_of_waits_do_not_overlap():
   ],
 )
 def test_why_there_is_none(timeline, said):
-  assert [*plan_text.lines(timeline)] == [said]
+  assert [*plan_report.lines(timeline)] == [said]
 
 
 @pytest.mark.parametrize(
@@ -105,4 +105,4 @@ def test_why_there_is_none(timeline, said):
   [(0, "0"), (6.15e-6, "0.006"), (3.7312e-3, "3.73"), (0.117, "117"), (1.2345, "1,234")],
 )
 def test_milliseconds(seconds, text):
-  assert plan_text.milliseconds(seconds) == text
+  assert plan_report.milliseconds(seconds) == text

@@ -16,7 +16,7 @@ from input_pipeline.text.chat_template import ChatTemplate
 from input_pipeline.text.chat_template import load as load_template
 from input_pipeline.text.conversations import Conversation
 from interop import hf_config, hf_folder, peft_adapter, read_weights, safetensors_file
-from interop.hf_families import FAMILIES
+from interop.hf_config import FAMILIES
 from reports import charts, run_files, run_index, run_page
 from runtime import files
 from tests.interop import folders

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from reports.tour import run, write
-from reports.tour.chapters import CHAPTERS, chosen
+from reports.tour.run import CHAPTERS, chosen
 
 ROOT = pathlib.Path(__file__).parents[3]
 SCENES = {f"{n}-{i}": s for n, m in CHAPTERS.items() for i, s in enumerate(m.SCENES, start=1)}

@@ -1,16 +1,22 @@
 """The result of a search as text: for each topology a table, and overrides to copy."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import matplotlib
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 from rich.table import Table
 
 from partitioning.rules import size_text
 from planning import search_space
 from planning.search_results import COMPILER, FORMULA, RUN, Found, Row, Tried
+from reports import charts
 from reports.drawings import plain
+from reports.html import render
 from reports.layout_text import plain_table
-from runtime.units import number
-from runtime.units import seconds as seconds_text
+from runtime import units
 
 # How each source is meant.
 SOURCES = {
@@ -137,7 +143,7 @@ def numbers(found: Found, row: Row) -> str:
     size_text(row.bytes),
   ]
   if (cost := found.cost(row)) is not None:
-    texts.append(f"{cost:,.2f} for {number(found.budget)} {found.unit}")
+    texts.append(f"{cost:,.2f} for {units.number(found.budget)} {found.unit}")
   return ", ".join(texts)
 
 
@@ -166,7 +172,7 @@ def cells(found: Found, place: int, row: Row) -> list[str]:
 
 def step_text(seconds: float) -> str:
   """Returns the time of a step, precise enough to compare settings: `1,404 ms`."""
-  return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else seconds_text(seconds)
+  return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else units.seconds(seconds)
 
 
 def _table(found: Found, rows: Mapping[int, Row]) -> Table:
@@ -222,7 +228,7 @@ def summary(found: Sequence[Found], command: str) -> list[str]:
   lines = []
   if len(found) > 1:
     fast, row = min(ran, key=lambda pair: pair[0].hours(pair[1]))
-    hours = f"{number(fast.hours(row))} hours for {number(fast.budget)} {fast.unit}"
+    hours = f"{units.number(fast.hours(row))} hours for {units.number(fast.budget)} {fast.unit}"
     lines.append(f"fastest of all: {heading(fast)}, {hours}")
     if all(one.price for one, _ in ran):
       cheap, row = min(ran, key=lambda pair: pair[0].cost(pair[1]))
@@ -231,3 +237,122 @@ def summary(found: Sequence[Found], command: str) -> list[str]:
     words = search_space.text({**row.estimate.setting, **one.over})
     lines.append(f"to train on {one.topology}: {command} {words}".rstrip())
   return lines
+
+
+# ------------------------------ as a page ------------------------------
+
+LETTER, LINE = 8, 16  # of the labels, in pixels
+FARTHEST = 1.6  # of the fastest: slower settings are left out of the picture
+GIB = 2**30
+
+
+def html(found: Sequence[Found], *, title: str, command: str = "") -> str:
+  """Returns the page.
+
+  Args:
+    found: of each topology.
+    title: of the page.
+    command: that wrote it.
+  """
+  return render(
+    "search.html.j2",
+    title=title,
+    command=command,
+    topologies=[_topology(one, f"search{number}") for number, one in enumerate(found)],
+  )
+
+
+def _topology(found: Found, name: str) -> dict[str, Any]:
+  return {
+    "heading": heading(found),
+    "counts": counts(found),
+    "note": found.note,
+    "fits": found.fits,
+    "verdict": verdict(found),
+    "source": SOURCES[found.source],
+    "picture": picture(found, name),
+    "columns": columns(found),
+    "rows": [
+      {
+        "cells": cells(found, place, row),
+        "rematerialization": settings(row),
+        "failed": row.failed,
+        "overrides": search_space.text(row.estimate.setting),
+      }
+      for place, row in enumerate(found.rows, start=1)
+    ],
+    "nearest": nearest(found),
+    "refused": list(found.refused.items())[:REASONS],
+  }
+
+
+def picture(found: Found, name: str = "search") -> Markup:
+  """Returns memory against the time of a step, with a line for the Pareto front; "" of nothing.
+
+  Small points are by formula; large ones were compiled or run, and are numbered as in the table.
+
+  Args:
+    found: on a topology.
+    name: unique on the page: a prefix of ids.
+  """
+  rows = [row for row in found.rows if row.seconds is not None]
+  if not rows:
+    return Markup("")
+  per_step = rows[0].estimate.tokens  # with several batch sizes, all as if with the fastest one's
+  most = FARTHEST * rows[0].seconds_per_token * per_step
+  faint = [
+    (one.bytes / GIB, one.seconds_per_token * per_step)
+    for one in found.estimates
+    if one.fits(found.limit) and one.seconds_per_token * per_step <= most
+  ]
+  bold = [(row.bytes / GIB, row.seconds_per_token * per_step) for row in rows]
+  front = sorted(point for point, row in zip(bold, rows, strict=True) if row.front)
+  titles = {}
+  with matplotlib.rc_context(charts.SETTINGS):
+    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
+    axes = figure.subplots()
+    charts.plain_axes(axes, "both")
+    axes.plot(*zip(*faint, strict=True), ".", color=charts.INK, alpha=0.45) if faint else None
+    axes.plot(*zip(*front, strict=True), color=charts.ACCENT)
+    for place, (point, row) in enumerate(zip(bold, rows, strict=True), start=1):
+      titles[f"setting{place}"] = f"{place}: {describe(row)}, {numbers(found, row)}"
+      color = charts.ACCENT if row.front else charts.INK
+      over = 3 if row.front else 2.5  # others at about the same place
+      axes.plot(*point, "o", color=color, markersize=8, zorder=over, gid=f"setting{place}")
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: step_text(y)))
+    axes.set_xlabel("peak memory of a device, GiB")
+    figure.draw_without_rendering()
+    for number, some in _labels(axes.transData.transform(bold).tolist()):
+      offset = {"xytext": (7, 4), "textcoords": "offset points"}
+      axes.annotate(numbers_text(some), bold[number], **offset)
+  label = f"memory and time of a step on {found.topology}"
+  return charts.for_page(figure, label, name, titles)
+
+
+def _labels(places: Sequence[tuple[float, float]]) -> list[tuple[int, list[int]]]:
+  """Returns (where a label is, its points from 1): of those that would overlap one for all."""
+  found: list[tuple[int, list[int]]] = []
+  for number in sorted(range(len(places)), key=lambda i: places[i]):
+    x, y = places[number]
+    for first, some in found:
+      left, up = places[first]
+      if abs(y - up) < LINE and x - left < LETTER * (1 + len(numbers_text(some))):
+        some.append(number + 1)
+        break
+    else:
+      found.append((number, [number + 1]))
+  return found
+
+
+def numbers_text(some: Sequence[int]) -> str:
+  """Returns `1-3,7` of 1, 2, 3 and 7, in any order."""
+  runs: list[list[int]] = []
+  for number in sorted(some):
+    if runs and runs[-1][-1] == number - 1:
+      runs[-1].append(number)
+    else:
+      runs.append([number])
+  return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
