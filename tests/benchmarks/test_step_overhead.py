@@ -22,9 +22,9 @@ def test_a_case_is_measured_from_start_to_end(capsys, monkeypatch):
   for name, value in {"overhead_steps": 2, "rounds": 1}.items():
     monkeypatch.setattr(flags.FLAGS[name], "value", value)  # absl's saver drops flags defined since
   with jax.numpy_dtype_promotion("standard"):  # which optax needs
-    config = step_overhead.get_config("lm:dp4_tp2", SMALL)
+    config = step_overhead.get_config("lm:single", SMALL)
     config.compiler_options = FAST
     config = finalize.finalize(config, "cpu")
     ready = setup.prepare(config, Devices("cpu", True, config.mesh.to_dict()))
-    assert step_overhead.measure("lm:dp4_tp2", ready, most=1000.0)
+    assert step_overhead.measure("lm:single", ready, most=1000.0)
   assert "ratio" in capsys.readouterr().out

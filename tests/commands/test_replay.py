@@ -3,10 +3,13 @@
 import hashlib
 import json
 import shutil
+import types
 
 import pytest
 
+from commands import replay
 from tests.helpers.cli import TINY_LM, lines_of
+from tests.helpers.jobs import make_job
 
 COMMAND = ["--config=configs/single.py", *TINY_LM, "--config.model.layers=2"]
 COMMAND += ["--config.metrics.every_steps=1", "--config.metrics.tensorboard=False"]
@@ -83,16 +86,28 @@ def test_another_logged_loss_is_a_mismatch(main, trained, tmp_path):
   [line] = [line for line in lines if line["step"] == 5 and "loss" in line]
   line["loss"] *= 1 + 1e-6
   path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-  command = ["replay", *COMMAND, f"--workdir={workdir}", "--step=5"]
-  code, out, err = main(*command)
+  code, out, err = main("replay", *COMMAND, f"--workdir={workdir}", "--step=5")
   assert code == 3, (out, err)
   assert "on the same mesh and kind of machine it should be the same to the bit" in out
-  (workdir / "history.jsonl").unlink()
-  code, out, err = main(*command)
-  assert code == 0, (out, err)
-  assert (
-    "equal to rounding; it was computed on an unknown machine, and now on 1 device of cpu" in out
-  )
+
+
+def test_a_loss_of_an_unknown_machine_is_equal_to_rounding(monkeypatch):
+  job = make_job("single", "mlp")
+  monkeypatch.setattr(replay.flags, "ACCEPT", types.SimpleNamespace(value=[]))
+
+  def compared(loss, **more):
+    run = {"rollbacks": [], "steps": [{"step": 5, "loss": loss}], "starts": [], "folder": "a"}
+    return replay._compared(job, types.SimpleNamespace(**{**run, **more}), 5, 2.0, 0)
+
+  same, said = compared(2.0 * (1 + 1e-6))
+  assert same
+  assert "equal to rounding; it was computed on an unknown machine, and now on 1 device of" in said
+  same, said = compared(2.1)
+  assert not same
+  assert "more than rounding (1e-05)" in said
+  same, said = compared(2.1, rollbacks=[1])
+  assert same
+  assert "the run was rolled back since that checkpoint" in said
 
 
 def test_a_row_with_a_bad_weight_is_found(main, tmp_path):
