@@ -16,7 +16,6 @@ import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-import jax
 import matplotlib
 from absl import app, flags
 from matplotlib.figure import Figure
@@ -30,7 +29,6 @@ from planning.analytic import Counted, counted, with_host_traffic
 from planning.interconnect import DCN
 from planning.step_facts import of_job
 from planning.step_time import Times
-from planning.topology import MOST_SIMULATED
 from runtime.chips import CHIPS, REASONS, SOURCES, Rates, overridden
 from tests.docs.pages import write_section
 
@@ -91,7 +89,7 @@ class Step:
     return done / self.times(constants).step / published
 
 
-def step_of(run: PublishedRun, here: aot.Here) -> Step:
+def step_of(run: PublishedRun) -> Step:
   """Returns the step of a published run, from its traced gradients.
 
   Runs on A100 have FlashAttention and those of experts on GPUs grouped kernels, which there are not
@@ -107,7 +105,7 @@ def step_of(run: PublishedRun, here: aot.Here) -> Step:
   topology, chip = run.place, run.place.chip
   if chip.name.startswith("a100"):
     topology = dataclasses.replace(topology, chip=dataclasses.replace(chip, name="h100"))
-  job = aot.prepare(config, topology, here)
+  job = aot.prepare(config, topology, aot.Here())
   step = of_job(job)
   layers = traced_step.by_the_layers(step)
   chips = job.mesh.size / chip.devices_per_chip
@@ -276,12 +274,10 @@ def compiled() -> Iterator[tuple[PublishedRun, float, float, float]]:
 
 def steps(only: str = "") -> Iterator[tuple[int, Step | ValueError]]:
   """Yields the place and the step of each run; the refusal of those that are refused."""
-  jax.config.update("jax_num_cpu_devices", MOST_SIMULATED)
-  here = aot.Here(simulated=tuple(jax.devices("cpu")))
   for number, run in enumerate(read()):
     if only in title(run):
       try:
-        yield number, step_of(run, here)
+        yield number, step_of(run)
       except ValueError as refusal:
         yield number, refusal
 

@@ -4,6 +4,7 @@ What is sent is in `terms.py`. Source of the times: the scaling book, chapter on
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -84,10 +85,11 @@ def counted(
 
 def _sizes(step: StepFacts, places: Places) -> Iterator[tuple[terms.Term, int, Wire]]:
   """Yields the communication of a step, with the bytes of a run and the link it takes."""
+  wire = functools.cache(lambda ring, axes: _wire(groups(step, axes), places, ring=ring))
   for term in terms.step_terms(step):
     axes = tuple(axis for axis in step.mesh.axis_names if axis in term.axes)
-    wire = _wire(term.kind, groups(step, axes), places)
-    yield dataclasses.replace(term, axes=axes), round(term.elements * term.itemsize), wire
+    link = wire(term.kind == "collective-permute", axes)
+    yield dataclasses.replace(term, axes=axes), round(term.elements * term.itemsize), link
 
 
 def sent(step: StepFacts, places: Places, rates: Rates) -> list[Sent]:
@@ -114,22 +116,22 @@ def _sent(term: terms.Term, size: int, wire: Wire, rates: Rates) -> Sent:
   return Sent(term.kind, term.axes, size, term.runs, term.why, wire, seconds, seconds)
 
 
-def _wire(kind: str, found: list[list[int]], places: Places) -> Wire:
-  """Returns the slowest link of the groups; those of a permute pass arrays around a ring."""
-  if kind == "collective-permute":
-    return places.route(
-      [pair for one in found for pair in zip(one, one[1:] + one[:1], strict=True)]
-    )
-  return min(map(places.wire, found), key=lambda wire: wire.bandwidth)
+def _wire(found: np.ndarray, places: Places, *, ring: bool) -> Wire:
+  """Returns the slowest link of groups [groups, members], which in a ring send to the next one."""
+  if not ring:
+    return places.slowest(found)
+  return places.route(
+    np.stack((found, np.roll(found, -1, axis=1)), axis=-1).reshape(-1, 2).tolist()
+  )
 
 
-def groups(step: StepFacts, axes: tuple[str, ...]) -> list[list[int]]:
-  """Returns groups of places in `mesh.devices.flat` that differ only along these axes."""
+def groups(step: StepFacts, axes: tuple[str, ...]) -> np.ndarray:
+  """Returns groups [groups, members], places in `mesh.devices.flat` apart along these axes."""
   sizes = tuple(step.mesh.shape.values())
   numbers = np.arange(step.mesh.size).reshape(sizes)
   chosen = [step.mesh.axis_names.index(axis) for axis in axes]
   numbers = np.moveaxis(numbers, chosen, range(len(chosen)))
-  return numbers.reshape(math.prod(sizes[i] for i in chosen), -1).T.tolist()
+  return numbers.reshape(math.prod(sizes[i] for i in chosen), -1).T
 
 
 def _bytes(step: StepFacts) -> float:

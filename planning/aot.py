@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import importlib.util
 import math
 import re
@@ -21,21 +22,11 @@ from partitioning import rules
 from partitioning.mesh_sizes import resolve_sizes
 from partitioning.rules import HOST
 from planning.interconnect import Places, in_order
-from planning.topology import (
-  MOST_SIMULATED,
-  Topology,
-  of_devices,
-  parse,
-  require_devices,
-  with_slices,
-)
+from planning.topology import Topology, of_devices, parse, require_devices, with_slices
 from runtime import devices
 from runtime.chips import Rates, compute_capability, overridden
 from training import setup
 
-# The multiple of a plan's devices that are simulated: its advice may need more, and JAX creates
-# them only once, when its backend starts.
-ROOM = 8
 # The compiler's message about a program that is too large: all of it, or without its arguments. The
 # wording is the only source, as jaxlib's error has no fields; if it changes, the error is raised
 # unchanged (tests/planning/test_tpu.py).
@@ -51,15 +42,27 @@ class Here:
 
   Attributes:
     attached: those that `train` would use; () if the plan is for others.
-    simulated: stand-ins for a topology without a compiler here.
   """
 
   attached: tuple[jax.Device, ...] = ()
-  simulated: tuple[jax.Device, ...] = ()
 
   def is_attached(self, topology: Topology) -> bool:
     """Returns whether a topology is that of the attached devices."""
     return bool(self.attached) and of_devices(self.attached) == topology.name
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NamedDevice:
+  """A device of a topology without a compiler: meshes and layouts are made of it, no programs.
+
+  JAX takes a thread or an object of its own for each device that it simulates: with 8,192 of them
+  a plan took a minute.
+  """
+
+  id: int
+  platform: str = "cpu"
+  device_kind: str = "cpu"
+  process_index: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +144,7 @@ def target_of(
     here = attached(config, simulate=simulate)
     topology = of_devices(here.attached)
   found = parse(topology, chips)
-  return Target(config, found, rates, here or simulated(config, found))
+  return Target(config, found, rates, here or not_attached(config, found))
 
 
 def attached(config: ConfigDict, *, simulate: bool) -> Here:
@@ -157,25 +160,24 @@ def attached(config: ConfigDict, *, simulate: bool) -> Here:
   except RuntimeError as error:
     raise ValueError(str(error)) from error
   found = tuple(jax.devices())
-  return Here(found, found if found[0].platform == "cpu" else ())
+  return Here(found)
 
 
-def simulated(config: ConfigDict, topology: Topology) -> Here:
-  """Starts simulated devices if there is no compiler for the topology.
+def not_attached(config: ConfigDict, topology: Topology) -> Here:
+  """Returns the devices of a topology that is not attached, started where it is a CPU's.
 
   Raises:
-    ValueError: mesh_dcn asks for another number of slices than the topology has.
+    ValueError: mesh_dcn asks for another number of slices than the topology has, or for too many.
   """
   config = with_slices(config, topology)
-  if topology.platform == "tpu" and compiler_there():
-    return Here()
-  count = require_devices(topology, math.prod(config.mesh_dcn.values()), MOST_SIMULATED)
-  jax.config.update("jax_num_cpu_devices", max(count, min(ROOM * count, MOST_SIMULATED // 2)))
-  return Here(simulated=tuple(jax.devices("cpu")))
+  count = require_devices(topology, math.prod(config.mesh_dcn.values()))
+  if topology.platform == "cpu":
+    jax.config.update("jax_num_cpu_devices", count)
+  return Here()
 
 
-def start(topology: Topology, slices: int, here: Here) -> tuple[jax.Device, ...]:
-  """Returns devices of a topology, or as many simulated ones if there is no compiler for it.
+def start(topology: Topology, slices: int, here: Here) -> tuple[Any, ...]:
+  """Returns devices of a topology, or as many that have only names if it has no compiler here.
 
   Args:
     topology: of one slice.
@@ -205,9 +207,14 @@ def start(topology: Topology, slices: int, here: Here) -> tuple[jax.Device, ...]
         f"({' '.join(str(error).split())[:200]})"
       ) from error
     return tuple(found.devices)
-  if count > len(here.simulated):
-    raise ValueError(f"--topology={topology.name}: too many devices to lay arrays out on here")
-  return here.simulated[:count]
+  if topology.platform == "cpu":
+    return tuple(jax.devices("cpu")[:count])
+  return _named(count)
+
+
+@functools.cache  # JAX compares meshes by their devices
+def _named(count: int) -> tuple[NamedDevice, ...]:
+  return tuple(map(NamedDevice, range(count)))
 
 
 def prepare(config: ConfigDict, topology: Topology, here: Here) -> setup.Job:

@@ -85,6 +85,16 @@ class Places:
   coordinates: np.ndarray
   slices: np.ndarray
 
+  def slowest(self, groups: np.ndarray) -> Wire:
+    """Returns the slowest of the links of groups [groups, members], of places.
+
+    Groups whose members are as far from their first one have the same, so one of them is examined.
+    """
+    at = np.concatenate((self.coordinates, self.slices[:, None]), axis=1)[groups]
+    away = (at - at[:, :1]).reshape(len(groups), -1)
+    _, first = np.unique(away, axis=0, return_index=True)
+    return min((self.wire(groups[i]) for i in sorted(first)), key=lambda wire: wire.bandwidth)
+
   def wire(self, group: Sequence[int]) -> Wire:
     """Returns the link between a group of places."""
     group = np.asarray(group)
@@ -109,13 +119,13 @@ class Places:
     Each takes the shorter way around, dim after dim; the link that most of them pass is the
     slowest.
     """
-    ends = [pair for pair in pairs if pair[0] != pair[1]]
-    for pair in ends:
-      if not self._in_the_torus(np.array(pair)):
-        return self._switched(np.array(pair))
+    ends = np.array([pair for pair in pairs if pair[0] != pair[1]], int).reshape(-1, 2)
+    switched = ends if not self.topology.chip.torus else ends[np.ptp(self.slices[ends], axis=1) > 0]
+    if len(switched):
+      return self.slowest(switched)
     passed: dict[tuple, int] = defaultdict(int)
     hops = 0
-    for source, target in ends:
+    for source, target in ends.tolist():
       at, length = [*map(int, self.coordinates[source])], 0
       where, target = self.slices[source], self.coordinates[target]
       for dim, (size, closed) in enumerate(self._dims()):

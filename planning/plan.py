@@ -286,7 +286,7 @@ def make(
       times = analytic.with_host_traffic(
         times, microbatches, found.host_memory, topology.chip, rates
       )
-  per_tick = suggestions.stage_gathers_advice(target, ready)
+  per_tick = suggestions.stage_gathers_advice(target, ready, layers)
   return dataclasses.replace(found, times=times, timeline=line, gather_once=once, per_tick=per_tick)
 
 

@@ -4,6 +4,8 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from planning import interconnect
 from planning.interconnect import Places, Wire
 from planning.roofline import Work, matmul_seconds
@@ -286,4 +288,4 @@ def _by_direction(
 def _slowest(collective: Collective, places: Places) -> Wire:
   if collective.pairs:
     return places.route(collective.pairs)
-  return min(map(places.wire, collective.groups), key=lambda wire: wire.bandwidth)
+  return places.slowest(np.array(collective.groups))

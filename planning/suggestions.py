@@ -18,6 +18,7 @@ from planning.aot import Target
 from planning.step_facts import StepFacts, of_job
 from planning.step_time import Sent
 from planning.topology import Topology, most_chips
+from planning.traced_step import OfTheLayers
 from runtime import rematerialization
 from training.gradients import GATHER
 from training.setup import Job
@@ -206,12 +207,13 @@ class GatherCost:
     return f"{size_text(self.bytes)} in {self.seconds:.3g} s"
 
 
-def stage_gathers_advice(target: Target, ready: Job) -> str:
+def stage_gathers_advice(target: Target, ready: Job, layers: OfTheLayers) -> str:
   """Returns what parameters and gradients cost, gathered in each tick, once per step, or ZeRO-1.
 
   Args:
     target: of the plan.
     ready: its job.
+    layers: the memory of its layers' activations, which is the same in each of these ways.
 
   Returns:
     A line with overrides; "" without stages, or if fsdp does not split kernels.
@@ -235,14 +237,14 @@ def stage_gathers_advice(target: Target, ready: Job) -> str:
       job = ready if as_now else target.changed(keys).job()
     except ValueError:
       continue
-    cost = gather_cost(of_job(job), target)
+    cost = gather_cost(of_job(job), target, layers)
     fits = "" if cost.memory <= _MARGIN * room else f", of {size_text(int(room))}"
     size = f"{size_text(cost.memory)} of memory{fits}"
     texts.append(f"{flags}{' (as here)' if as_now else ''}: {cost.text}, {size}")
   return f"parameters and gradients over fsdp and data, by formula: {'; '.join(texts)}"
 
 
-def gather_cost(step: StepFacts, target: Target) -> GatherCost:
+def gather_cost(step: StepFacts, target: Target, layers: OfTheLayers) -> GatherCost:
   """Returns the cost of the collectives along fsdp and data."""
   places = aot.places(step.mesh, target.topology)
   found = [
@@ -251,7 +253,7 @@ def gather_cost(step: StepFacts, target: Target) -> GatherCost:
   return GatherCost(
     sum(one.bytes for one in found),
     sum(one.seconds for one in found),
-    memory.at_once(memory.by_formula(step)),
+    memory.at_once(memory.by_formula(step, layers)),
   )
 
 

@@ -121,8 +121,8 @@ def _cubic(count: int) -> tuple[int, int, int]:
 with epy.lazy_imports():
   import jax
 
-# Devices of a plan. In place of a TPU's compiler, JAX simulates them, and a number near the second
-# takes it about 12 s and 1 GiB, which grow faster than the number.
+# Devices of a plan; JAX starts those of a CPU, and a number near the second takes it about 12 s and
+# 1 GiB, which grow faster than the number.
 MOST_DEVICES, MOST_SIMULATED = 2**17, 2**13
 EXAMPLES = {2: "4x4, 8x8, 16x16", 3: "2x2x2, 4x4x4, 8x8x16"}
 
@@ -203,7 +203,7 @@ def parse(text: str, chips: Mapping[str, Chip] = CHIPS) -> Topology:
   if kind == "cpu":
     chip = _shared(chip, shape[0])
   found = Topology(f"{kind}:{_text(shape)}", chip, shape, int(slices or 1), note)
-  require_devices(found, found.slices, MOST_DEVICES if chip.torus else MOST_SIMULATED)
+  require_devices(found, found.slices)
   return found
 
 
@@ -218,8 +218,9 @@ def _of_chips(chip: Chip, rest: str) -> str:
   return _text(shapes[rest]) if chip.torus and rest in shapes else rest
 
 
-def require_devices(topology: Topology, slices: int, most: int) -> int:
-  """Returns the devices of a topology; raises ValueError where there are more than `most`."""
+def require_devices(topology: Topology, slices: int) -> int:
+  """Returns the devices of a topology; raises ValueError where a plan cannot have so many."""
+  most = MOST_SIMULATED if topology.platform == "cpu" else MOST_DEVICES
   if (count := topology.devices * slices) > most:
     over = f" in {slices:,} slices" if slices > 1 else ""
     raise ValueError(

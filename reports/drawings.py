@@ -116,19 +116,31 @@ def picture(
   shape, dims = tuple(shape), tuple(dims)
   if dims and len(dims) != len(shape):
     raise ValueError(f"dims {', '.join(dims)}: {len(dims)} names for shape {shape}")
-  places = {
-    device: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-    for device, index in sharding.devices_indices_map(shape).items()
-  }
-  holders: dict[tuple, list[int]] = {}
-  for device, place in places.items():
-    holders.setdefault(place, []).append(device.id)
+  indices = sharding.devices_indices_map(shape)
+  ends = np.array(
+    [
+      [
+        (part.start or 0, size if part.stop is None else part.stop)
+        for part, size in zip(index, shape, strict=True)
+      ]
+      for index in indices.values()
+    ],
+    np.int64,
+  ).reshape(len(indices), 2 * len(shape))
+  places, block_of = np.unique(ends, axis=0, return_inverse=True)
+  holders: list[list[int]] = [[] for _ in places]
+  for device, block in zip(indices, block_of.tolist(), strict=True):
+    holders[block].append(device.id)
   blocks = tuple(
-    Block(tuple(slice(*ends) for ends in place), tuple(sorted(holders[place])))
-    for place in sorted(holders)
+    Block(tuple(map(slice, place[::2], place[1::2])), tuple(sorted(ids)))
+    for place, ids in zip(places.tolist(), holders, strict=True)
   )
   mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-  spec = PartitionSpec(*(None,) * len(shape)) if mesh is None else _seen_spec(mesh, places)
+  spec = (
+    PartitionSpec(*(None,) * len(shape))
+    if mesh is None
+    else _seen_spec(mesh, dict(zip(indices, ends[:, ::2], strict=True)))
+  )
   return Picture(title, shape, dims, spec, dict(mesh.shape) if mesh else {}, blocks)
 
 
@@ -148,12 +160,10 @@ def holdings(title: str, mesh: Mesh, values: Mapping[int, str]) -> Holdings:
   return Holdings(title, mesh, dict(values))
 
 
-def _seen_spec(mesh: Mesh, places: Mapping[jax.Device, tuple]) -> PartitionSpec:
+def _seen_spec(mesh: Mesh, starts_by_device: Mapping[jax.Device, np.ndarray]) -> PartitionSpec:
   """Returns, for each dim, the axes that shard it, outermost first."""
-  rank = len(next(iter(places.values())))
-  starts = np.zeros((rank, *mesh.devices.shape), np.int64)
-  for position, device in np.ndenumerate(mesh.devices):
-    starts[(slice(None), *position)] = [start for start, _ in places[device]]
+  starts = np.array([starts_by_device[device] for device in mesh.devices.flat])
+  starts = starts.T.reshape(-1, *mesh.devices.shape)
   entries = []
   for start in starts:
     steps = {
@@ -179,11 +189,12 @@ def _sheet_of_array(p: Picture) -> Sheet:
   split = [d for d in range(rank) if len(parts[d]) > 1]
   row, column = _grid_dims(rank, split)
   outer = [d for d in split if d not in (row, column)]
+  numbers = [{place: i for i, place in enumerate(each)} for each in parts]
   panels: dict[str, dict] = {}
   for block in p.blocks:
     ends = [(part.start, part.stop) for part in block.index]
     caption = ", ".join(f"{_name(p, d)} {ends[d][0]}:{ends[d][1]}" for d in outer)
-    place = tuple(0 if d is None else parts[d].index(ends[d]) for d in (row, column))
+    place = tuple(0 if d is None else numbers[d][ends[d]] for d in (row, column))
     cell = Cell(block.devices, hatch=int(len(block.devices) > 1))
     panels.setdefault(caption, {})[place] = cell
   letters = "".join(p.dims) if all(len(name) == 1 for name in p.dims) else ""

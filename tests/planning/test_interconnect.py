@@ -1,5 +1,6 @@
 """How long collectives take: over which links a group speaks, against the formulas by hand."""
 
+import numpy as np
 import pytest
 
 from planning import interconnect
@@ -168,3 +169,16 @@ def test_the_gpus_of_a_machine_send_to_others_side_by_side():
   assert interconnect.seconds("all-to-all", 450e9, near, IDEAL) == pytest.approx(1)
   fast = in_order(parse("gb200:144"), 144).wire(range(144))  # no faster than NVLink inside
   assert fast.bandwidth == 900e9
+
+
+def test_the_slowest_pair_of_a_ring_over_machines_counts():
+  machines = in_order(parse("h100:16"), 16)
+  inside, ring = [(0, 4), (8, 12)], [(0, 4), (4, 8), (8, 12), (12, 0)]
+  assert machines.route(inside).network == "NVLink"
+  assert machines.route(ring) == machines.wire([4, 8])
+
+
+def test_of_groups_the_slowest_link_counts():
+  machines = in_order(parse("h100:16"), 16)
+  assert machines.slowest(np.array([[0, 1], [7, 8]])) == machines.wire([7, 8])
+  assert machines.slowest(np.array([[0, 1], [8, 9]])) == machines.wire([0, 1])

@@ -219,8 +219,8 @@ def test_every_chip_has_a_peak_a_source_of_it_and_names_of_its_own():
 @pytest.mark.parametrize(
   ("name", "count", "most"),
   [
-    ("h100:99999999", "99,999,999", "8,192 where they are simulated"),
-    ("cpu:1000000", "1,000,000", "8,192"),
+    ("h100:99999999", "99,999,999", "131,072"),
+    ("cpu:1000000", "1,000,000", "8,192 where they are simulated"),
     ("v5p:9999x9999x9999", "999,700,029,999", "131,072"),
     ("99999xv5p-128", "6,399,936", "131,072"),
   ],

@@ -3,11 +3,11 @@
 import dataclasses
 import re
 
-import jax
 import pytest
 
 from configs import single
-from planning import aot, suggestions
+from planning import aot, suggestions, traced_step
+from planning.step_facts import of_job
 from reports import plan_report
 from tests.helpers.jobs import SMALL
 from tests.planning import test_suggestions
@@ -20,9 +20,9 @@ KIB, WIDE = 1024, 2  # a GPU computes in bfloat16
 def stage_gathers(**keys):
   config = single.get_config("lm")
   config.update_from_flattened_dict({**OURS, "training.microbatches": M, **keys})
-  here = aot.Here(simulated=tuple(jax.devices()))
-  target = aot.target_of(config, "h100:8", here=here)
-  return suggestions.stage_gathers_advice(target, target.job())
+  target = aot.target_of(config, "h100:8")
+  job = target.job()
+  return suggestions.stage_gathers_advice(target, job, traced_step.by_the_layers(of_job(job)))
 
 
 def test_a_plan_compares_gathers_of_each_tick_with_one_per_step():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import time
 
 import jax
 import pytest
@@ -21,7 +22,7 @@ def make(strategy, topology, *overrides, recipe="lm"):
     key, _, value = override.removeprefix("--config.").partition("=")
     section, _, name = key.partition(".")
     config[section][name] = type(config[section][name])(value)
-  return plan.make(config, topology, here=aot.Here(simulated=tuple(jax.devices())))
+  return plan.make(config, topology, here=aot.Here())
 
 
 def test_what_a_budget_of_tokens_costs():
@@ -116,3 +117,13 @@ def test_where_nothing_fits_the_smallest_is_named():
   text = f"none of {advice.tried} changes fits; the smallest takes"
   assert text in plan_report.text(found)
   assert advice.smallest.overrides in plan_report.text(found)
+
+
+def test_a_plan_of_16384_gpus_starts_no_devices_and_takes_seconds(monkeypatch):
+  began, started = time.process_time(), jax.device_count()
+  monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("devices were started"))
+  sizes = ("mesh.fsdp=16", "mesh.data=1024", "data.global_batch_size=16384")
+  found = make("fsdp8", "h100:16384", *sizes)
+  assert (found.job.mesh.size, found.fits, jax.device_count()) == (16384, True, started)
+  assert {one.wire.network for one in found.sent} == {"DCN"}
+  assert time.process_time() - began < 5

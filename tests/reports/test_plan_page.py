@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import re
 
-import jax
 import pytest
 
 from partitioning.rules import size_text
@@ -24,7 +23,7 @@ from training import compiler_options
 def make(strategy, topology, constants=""):
   config = importlib.import_module(f"configs.{strategy}").get_config("mlp")
   config.planning.constants = constants
-  here = aot.Here(simulated=tuple(jax.devices()))
+  here = aot.Here()
   return plan.make(config, topology, title="<script>a()", here=here)
 
 
