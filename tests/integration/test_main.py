@@ -72,26 +72,13 @@ def test_trains_and_leaves_its_files(uninterrupted):
   assert last["eval_bits_per_byte"] == last["eval_loss"] / math.log(2)
 
 
-def test_the_same_command_resumes(main, uninterrupted, tmp_path):
-  for steps in (3, 7):
-    code, out, err = main(
-      *COMMAND, f"--workdir={tmp_path}", f"--config.training.steps={steps}", QUICK_END
-    )
-    assert code == 0, (out, err)
-  assert "resumes from the checkpoint of step 3" in out
-  whole, _ = uninterrupted
-  assert losses(tmp_path)[7] == losses(whole)[7]
-  assert set(losses(whole)) <= set(losses(tmp_path))
-  code, out, err = main(*COMMAND, f"--workdir={tmp_path}", "--config.training.steps=7", QUICK_END)
-  assert code == 0
+# That a run resumes to the bit: test_kill.py.
+def test_the_same_command_has_nothing_to_do(main, uninterrupted, tmp_path):
+  run = tmp_path / "run"
+  shutil.copytree(uninterrupted[0], run)
+  code, out, err = main(*COMMAND, f"--workdir={run}", "--config.training.steps=7")
+  assert code == 0, (out, err)
   assert "nothing to do: all 7 steps are done" in out
-
-
-def losses(workdir: pathlib.Path) -> dict[int, tuple[float, float]]:
-  """Returns step -> (loss, grad_norm), to the bit."""
-  return {
-    line["step"]: (line["loss"], line["grad_norm"]) for line in lines_of(workdir) if "loss" in line
-  }
 
 
 def test_changes_when_a_run_resumes(main, uninterrupted, tmp_path):
@@ -127,6 +114,7 @@ def test_changes_when_a_run_resumes(main, uninterrupted, tmp_path):
   accepted = [decay, "--accept-changes=optimizer.weight_decay"]
   code, out, err = main(*command, "--config.training.steps=8", *accepted)
   assert code == 0, (out, err)
+  assert "resumes from the checkpoint of step 7" in out
   [record] = run.glob("checkpoints/8/record/metadata")
   [change] = json.loads(record.read_text())["accepted_changes"]
   assert change == {"step": 7, "key": "optimizer.weight_decay", "old": 0.1, "new": 0.0}
@@ -142,6 +130,7 @@ def test_mlp_learns_the_digits(main, tmp_path):
   assert "examples/s" in out
 
 
+@pytest.mark.long  # of one of them: tests/configs/experiments/test_short_runs.py
 def test_tutorial_gives_the_same_losses_under_both_strategies(main, tmp_path):
   losses = []
   for strategy in ("dp8", "dp4_tp2"):

@@ -188,7 +188,7 @@ def on_one_device():
 @pytest.mark.parametrize(
   "mesh",
   [
-    {"mesh.data": 4, "mesh.tensor": 2},
+    pytest.param({"mesh.data": 4, "mesh.tensor": 2}, marks=pytest.mark.long),
     {"mesh.context": 2, "mesh.tensor": 2, "model.context_attention": "gather"},
   ],
 )

@@ -12,6 +12,7 @@ LAYERS = {"model.layers": 4}
 INTERLEAVED = {"training.pipeline": "interleaved"}
 GPIPE = {"training.pipeline": "gpipe"}
 CONDITIONAL = {"training.pipeline_ends": "conditional"}
+IN_EACH_TICK = {"training.pipeline_gather": "tick"}
 DROPOUT = {"model.dropout_rate": 0.2}
 # Losses of the routers beside that of the tokens, and a bias that moves by the layers' counts.
 EXPERTS = {
@@ -64,11 +65,13 @@ class Case(NamedTuple):
 
 # Of every run of the tests.
 SHORT = {
-  "stage4, fewer microbatches": Case({**mesh(2, stage=4), **CONDITIONAL}),
-  "stage2 data2, dropout": Case(mesh(4, stage=2, data=2), {**FEATURES, **DROPOUT}, 4),
+  "stage4 fsdp2, fewer microbatches, gathered in each tick, dropout": Case(
+    {**mesh(2, stage=4, fsdp=2), **CONDITIONAL, **IN_EACH_TICK}, {**FEATURES, **DROPOUT}, 2
+  ),
 }
 LONG = {
   # ---- axes ----
+  "stage2 data2, dropout": Case(mesh(4, stage=2, data=2), {**FEATURES, **DROPOUT}, 4),
   "stage4 tensor2, fewer microbatches, conditional": Case(
     {**mesh(2, stage=4, tensor=2), **CONDITIONAL}
   ),
@@ -144,7 +147,6 @@ LONG = {
 }
 CASES = {**SHORT, **LONG}
 # Of whose steps the budget is proved.
-IN_EACH_TICK = {"training.pipeline_gather": "tick"}
 STRATEGIES = {
   "data=2 x stage=4": {**LAYERS, **mesh(4, data=2, stage=4)},
   "stage=2 x fsdp=2 x tensor=2, interleaved, sequence-parallel": {

@@ -87,6 +87,7 @@ def test_sinks_of_attention_send_their_gradients_and_nothing_else():
   assert (arrays - before, size - without) == (2, 2 * 4 * 4)
 
 
+@pytest.mark.long  # as traced: test_half_of_each_chunk_goes_each_way
 def test_a_ring_of_collective_matmuls_sends_halves_in_both_directions():
   # 16 tokens over 4 devices: 4 each, two in each direction.
   keys = {"data.sequence_length": 16}

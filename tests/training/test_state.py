@@ -143,8 +143,9 @@ class Counting(mlp.MLP):
 def counting(monkeypatch):
   """Returns a function of config keys that makes a job of this model, in place of the MLP."""
   monkeypatch.setitem(MODELS, "mlp", types.SimpleNamespace(SPEC=mlp.SPEC, build=Counting))
+  monkeypatch.setattr(runs.QuickJob, "_compiled", {})  # there is no other model in its keys
   keys = {**runs.KEYS, "training.steps": 10, "evaluation.every_steps": 5}
-  return lambda **more: make_job("dp4_tp2", "mlp", **{**keys, **more})
+  return lambda **more: runs.quick(make_job("dp4_tp2", "mlp", **{**keys, **more}))
 
 
 def test_variables_are_updated_saved_and_resumed(counting, tmp_path):

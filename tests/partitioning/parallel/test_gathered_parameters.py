@@ -34,11 +34,15 @@ def p_bytes(job, one):
   return 8 * math.prod(shape)
 
 
-def test_once_per_step_or_in_each_tick():
-  once, each = trained(**MESH), trained(**MESH, **TICK)
-  for ours in (once, each):
-    assert_equal(ours, trained(), "float64")
-  sharded = [p for p in once.job.placements["parameters"].values() if "fsdp" in str(p.spec)]
+def of_fsdp(run):
+  """Returns the parameters that fsdp splits."""
+  return [p for p in run.job.placements["parameters"].values() if "fsdp" in str(p.spec)]
+
+
+def test_once_per_step():
+  once = trained(**MESH)
+  assert_equal(once, trained(), "float64")
+  sharded = of_fsdp(once)
   for kind in ("all-gather", "reduce-scatter"):
     assert arrays(once, kind) == len(sharded)
   # What tensor and stage split is not copied for it.
@@ -47,8 +51,14 @@ def test_once_per_step_or_in_each_tick():
   both = [c for c in found if c.axes == ("fsdp",) and c.kind in ("all-gather", "reduce-scatter")]
   whole = sum(p_bytes(once.job, p) for p in sharded)
   assert sum(c.count * c.bytes for c in both) == 2 * whole
-  ticks = once.job.program.pipeline.forward_ticks
-  assert arrays(each, "all-gather") > ticks * len(sharded)
+
+
+@pytest.mark.long  # beside other axes: tests/parity/test_pipeline.py
+def test_in_each_tick():
+  each = trained(**MESH, **TICK)
+  assert_equal(each, trained(), "float64")
+  ticks = each.job.program.pipeline.forward_ticks
+  assert arrays(each, "all-gather") > ticks * len(of_fsdp(each))
 
 
 def test_kernels_alone_are_gathered_in_the_compute_dtype():

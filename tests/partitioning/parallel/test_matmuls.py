@@ -14,11 +14,12 @@ from tests.parity.comparison import (
   train,
 )
 
-# Mesh -> chunks of the loss. The others: with what is below; in float32: with a ring.
-SPLIT_SEQUENCES = {"data4_tensor2": 1, "fsdp2_tensor4": 2}
 
-
-@pytest.mark.parametrize(("mesh", "chunks"), SPLIT_SEQUENCES.items())
+# The other meshes: with what is below; in float32: with a ring.
+@pytest.mark.parametrize(
+  ("mesh", "chunks"),
+  [pytest.param("data4_tensor2", 1, marks=pytest.mark.long), ("fsdp2_tensor4", 2)],
+)
 def test_sequence_parallel_regions_train_as_one_device_does(mesh, chunks):
   ours = train(
     "lm", "float64", {**MESHES[mesh], **SEQUENCE_PARALLEL, "training.loss_chunks": chunks}
@@ -87,7 +88,8 @@ def test_a_residual_that_is_split_over_its_width_too():
 
 @pytest.mark.parametrize(
   ("mesh", "chunks"),
-  [({}, 3), (MESHES["fsdp8"], 2)],  # sequence-parallel: above; around a ring: its own tests
+  # On three axes, and with sequence-parallel regions: above; around a ring: its own tests.
+  [({}, 3), pytest.param(MESHES["fsdp8"], 2, marks=pytest.mark.long)],
 )
 def test_a_loss_in_chunks(mesh, chunks):
   ours = train("lm", "float64", {"training.loss_chunks": chunks, **mesh})

@@ -223,7 +223,7 @@ def temporary_bytes(kind, microbatches, chunks=1):
 
 @pytest.mark.parametrize(("kind", "chunks"), [(ONE_F_ONE_B, 1), (INTERLEAVED, 2)])
 def test_memory_does_not_grow_with_the_microbatches(kind, chunks):
-  found = [temporary_bytes(kind, count, chunks) for count in (8, 16, 32)]
+  found = [temporary_bytes(kind, count, chunks) for count in (8, 32)]
   assert max(found) <= 1.01 * min(found), found
 
 

@@ -48,7 +48,9 @@ def on_one_device(changed: bool):
   return train("lm", "float64", {**LONG, **({**SEEN, **ONE_HEAD} if changed else {})})
 
 
-# Every mesh, with other variants: python -m tests.parity.matrix.
+# Every mesh, with other variants: python -m tests.parity.matrix. Of the forward pass alone, also
+# without what changes who sees whom: test_evaluation_is_that_of_one_device.
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "kind"), [("context8", "ring"), ("context4_tensor2", "gather")])
 def test_trains_as_one_device_does(mesh, kind):
   overrides = {**LONG, **MESHES[mesh], "model.context_attention": kind}
@@ -56,7 +58,12 @@ def test_trains_as_one_device_does(mesh, kind):
 
 
 @pytest.mark.parametrize(
-  ("mesh", "kind"), [("fsdp2_context2_tensor2", "ring"), ("context8", "gather")]
+  ("mesh", "kind"),
+  [
+    ("context4_tensor2", "ring"),
+    ("context8", "gather"),
+    pytest.param("fsdp2_context2_tensor2", "ring", marks=pytest.mark.long),
+  ],
 )
 def test_windows_soft_caps_documents_dropout_and_a_replicated_head(mesh, kind):
   overrides = {**LONG, **SEEN, **ONE_HEAD, **MESHES[mesh], "model.context_attention": kind}
