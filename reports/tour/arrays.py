@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from partitioning import rules
 from partitioning.rules import spec_axes
 from reports.drawings import picture
-from reports.tour import telling
+from reports.tour import scene
 from reports.tour.scene import Scene, Shown, mesh_of
 
 TITLE = "One array on eight devices"
@@ -38,12 +38,12 @@ def four_cuts(sizes=((8, 1), (4, 2), (2, 4), (1, 8)), spec=("data", "tensor")):
 
 
 def _four_cuts(arrays) -> Shown:
-  findings = [f"{telling.mesh_text(x)}: {telling.blocks(x)}." for x in arrays]
+  findings = [f"{scene.mesh_text(x)}: {scene.blocks(x)}." for x in arrays]
   right = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
   equal = [np.array_equal(x, right) for x in arrays]
   which = f"all {len(equal)}" if all(equal) else f"only {sum(equal)} of {len(equal)}"
   findings.append(f"Reassembled, {which} are the original array.")
-  sizes = {telling.held_bytes(x) for x in arrays}
+  sizes = {scene.held_bytes(x) for x in arrays}
   sizes_text = " or ".join(rules.size_text(size) for size in sorted(sizes))
   findings.append(f"A device holds {sizes_text} of the {rules.size_text(arrays[0].nbytes)}.")
   return Shown(findings, [_drawn(x) for x in arrays])
@@ -56,13 +56,13 @@ def copies(spec=("data", None)):
 
 
 def _copies(x) -> Shown:
-  found = telling.holders(x)
-  findings = [f"{telling.mesh_text(x)}: {telling.blocks(x)}."]
+  found = scene.holders(x)
+  findings = [f"{scene.mesh_text(x)}: {scene.blocks(x)}."]
   (rows, columns), ids = next(iter(found.items()))
   if len(ids) > 1:
     findings.append(
-      f"Devices {' and '.join(map(str, ids))} hold the same block: rows {telling.span(rows)}, "
-      f"columns {telling.span(columns)}. The spec does not name {' and '.join(_unnamed(x))}."
+      f"Devices {' and '.join(map(str, ids))} hold the same block: rows {scene.span(rows)}, "
+      f"columns {scene.span(columns)}. The spec does not name {' and '.join(_unnamed(x))}."
     )
   else:
     findings.append("No two devices hold the same block: the spec names every axis of the mesh.")
@@ -91,15 +91,15 @@ def two_axes_on_one_dim(specs=((("data", "tensor"), None), (("tensor", "data"), 
 
 
 def _two_axes_on_one_dim(arrays) -> Shown:
-  findings = [f"{telling.spec(x)}: {telling.blocks(x)}." for x in arrays]
-  first, second = ({d: b for b, ids in telling.holders(x).items() for d in ids} for x in arrays)
+  findings = [f"{scene.spec(x)}: {scene.blocks(x)}." for x in arrays]
+  first, second = ({d: b for b, ids in scene.holders(x).items() for d in ids} for x in arrays)
   moved = sorted(device for device in first if first[device] != second[device])
   if moved:
     device = moved[0]
     findings.append(
       f"The order matters: {len(moved)} of {len(first)} devices hold different blocks. Device "
-      f"{device} has rows {telling.span(first[device][0])} under the first spec and rows "
-      f"{telling.span(second[device][0])} under the second."
+      f"{device} has rows {scene.span(first[device][0])} under the first spec and rows "
+      f"{scene.span(second[device][0])} under the second."
     )
   else:
     findings.append("Every device holds the same block under both.")
@@ -107,7 +107,7 @@ def _two_axes_on_one_dim(arrays) -> Shown:
 
 
 def _drawn(x):
-  title = f"{telling.spec(x)} on {telling.mesh_text(x)}"
+  title = f"{scene.spec(x)} on {scene.mesh_text(x)}"
   return picture(x.shape, x.sharding, title=title, dims=DIMS)
 
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from reports.drawings import holdings
-from reports.tour import telling
+from reports.tour import scene
 from reports.tour.scene import Scene, Shown, mesh_of
 
 TITLE = "Collectives"
@@ -185,14 +185,14 @@ def along_one_axis(axes=("tensor",)):
 def _exchange(result) -> Shown:
   moved, right = result
   places = 0 if np.array_equal(np.asarray(moved.after), np.round(moved.after)) else 3
-  compared = telling.close if places else telling.same
+  compared = scene.close if places else scene.same
   findings = [
-    telling.communication(moved.compiled, moved.mesh),
+    scene.communication(moved.compiled, moved.mesh),
     f"What the devices hold after it and what NumPy computes are {compared(moved.after, right)}.",
     _distinct(moved),
   ]
   drawn = (("before", moved.before, 0), ("after", moved.after, places))
-  pictures = [holdings(title, moved.mesh, telling.held(x, p)) for title, x, p in drawn]
+  pictures = [holdings(title, moved.mesh, scene.held(x, p)) for title, x, p in drawn]
   return Shown(findings, pictures)
 
 
@@ -200,7 +200,7 @@ def _distinct(moved: Exchange) -> str:
   """Returns how many different things the devices hold, and how many numbers each."""
   texts = []
   for when, x in (("before", moved.before), ("after", moved.after)):
-    count = len(set(telling.held(x, 6).values()))
+    count = len(set(scene.held(x, 6).values()))
     size = x.sharding.shard_shape(x.shape)
     numbers = int(np.prod(size))
     what = "the same everywhere" if count == 1 else f"{count} different"

@@ -12,7 +12,7 @@ from configs.schema import finalize
 from partitioning.mesh_sizes import resolve_sizes
 from partitioning.rules import LayoutError
 from reports.drawings import picture
-from reports.tour import telling
+from reports.tour import scene
 from reports.tour.scene import Scene, Shown, mesh_of
 from runtime.devices import Devices
 from training.setup import prepare
@@ -40,8 +40,8 @@ def _elementwise(result) -> Shown:
   kept = y.sharding.is_equivalent_to(x.sharding, x.ndim)
   where = "is sharded like x" if kept else "is not sharded like x"
   findings = [
-    f"x is sharded as {telling.spec(x)}; sin(x) {where}: {telling.spec(y)}.",
-    telling.communication(compiled, mesh),
+    f"x is sharded as {scene.spec(x)}; sin(x) {where}: {scene.spec(y)}.",
+    scene.communication(compiled, mesh),
   ]
   pictures = [
     picture(a.shape, a.sharding, title=title, dims=("row", "column"))
@@ -67,11 +67,10 @@ def product(x_spec=("data", None), y_spec=(None, "tensor")):
 def _product(result) -> Shown:
   mesh, compiled, x, y, z, right = result
   findings = [
-    f"x is sharded as {telling.spec(x)}, y as {telling.spec(y)}, and the product as "
-    f"{telling.spec(z)}.",
-    telling.communication(compiled, mesh),
+    f"x is sharded as {scene.spec(x)}, y as {scene.spec(y)}, and the product as {scene.spec(z)}.",
+    scene.communication(compiled, mesh),
     _why(x, y),
-    f"The product and NumPy's are {telling.close(z, right)}.",
+    f"The product and NumPy's are {scene.close(z, right)}.",
   ]
   drawn = (
     (x, "x", ("row", "inner")),

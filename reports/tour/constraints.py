@@ -12,7 +12,7 @@ from partitioning import rules
 from partitioning.constraints import activation_layout, constrain
 from partitioning.rules import Dim
 from reports.drawings import picture
-from reports.tour import telling
+from reports.tour import scene
 from reports.tour.scene import Scene, Shown, mesh_of
 
 TITLE = "Constraints"
@@ -45,19 +45,19 @@ def before_and_after(spec=(None, "tensor")):
 def _before_and_after(result) -> Shown:
   mesh, programs, (before, after) = result
   findings = [
-    f"Before: the result is sharded as {telling.spec(before)}, {telling.blocks(before)}; the "
-    f"program sends {telling.sent_text(programs[0], mesh)}.",
-    f"After: it is sharded as {telling.spec(after)}, {telling.blocks(after)}; the program sends "
-    f"{telling.sent_text(programs[1], mesh)}.",
-    f"The numbers are {telling.close(after, before)}.",
+    f"Before: the result is sharded as {scene.spec(before)}, {scene.blocks(before)}; the "
+    f"program sends {scene.sent_text(programs[0], mesh)}.",
+    f"After: it is sharded as {scene.spec(after)}, {scene.blocks(after)}; the program sends "
+    f"{scene.sent_text(programs[1], mesh)}.",
+    f"The numbers are {scene.close(after, before)}.",
   ]
   if before.sharding.is_equivalent_to(after.sharding, after.ndim):
     findings.append("The constraint sets what the compiler had chosen: nothing changes.")
   else:
     findings.append(
       f"The constraint has an effect. A device holds "
-      f"{rules.size_text(telling.held_bytes(before))} of the result before and "
-      f"{rules.size_text(telling.held_bytes(after))} after."
+      f"{rules.size_text(scene.held_bytes(before))} of the result before and "
+      f"{rules.size_text(scene.held_bytes(after))} after."
     )
   drawn = ((before, "before"), (after, "after"))
   return Shown(findings, [_drawn(a, title) for a, title in drawn])
@@ -101,12 +101,12 @@ def _by_letters(result) -> Shown:
   for table, compiled, y, hidden in results:
     axes = "+".join(table["feedforward"]) or "no axis"
     findings.append(
-      f"feedforward takes {axes}: the hidden values BF are sharded as {telling.spec(hidden)}, "
-      f"{telling.blocks(hidden)}, and the result BD as {telling.spec(y)}. The program sends "
-      f"{telling.sent_text(compiled, mesh)}."
+      f"feedforward takes {axes}: the hidden values BF are sharded as {scene.spec(hidden)}, "
+      f"{scene.blocks(hidden)}, and the result BD as {scene.spec(y)}. The program sends "
+      f"{scene.sent_text(compiled, mesh)}."
     )
   first, second = (r[2] for r in results)
-  findings.append(f"The results are {telling.close(second, first)}.")
+  findings.append(f"The results are {scene.close(second, first)}.")
   before, after = (_operations(compiled) for _, compiled, _, _ in results)
   if after < before:
     findings.append(

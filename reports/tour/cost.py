@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from partitioning import rules
-from reports.tour import telling
+from reports.tour import scene
 from reports.tour.launching import ROOT
 from reports.tour.scene import DEVICES, Scene, Shown, mesh_of
 
@@ -78,8 +78,8 @@ def best_seconds(compiled, x, repeats=5):
 def _gather_and_reduce(results) -> Shown:
   lines, runs = [], {}
   for mesh, kind, compiled, seconds in results:
-    size = sum(row.bytes for row in telling.sent(compiled, mesh))
-    found = " and ".join(row.kind for row in telling.sent(compiled, mesh)) or "nothing"
+    size = sum(row.bytes for row in scene.sent(compiled, mesh))
+    found = " and ".join(row.kind for row in scene.sent(compiled, mesh)) or "nothing"
     runs.setdefault(kind, []).append((found, size, seconds))
     lines.append(
       f"{kind:<11} {rules.size_text(size):>10} {1000 * seconds:9.3f} ms "

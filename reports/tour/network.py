@@ -11,7 +11,7 @@ from partitioning import rules
 from partitioning.mesh_sizes import resolve_sizes
 from partitioning.rules import Placement
 from reports.drawings import picture
-from reports.tour import telling
+from reports.tour import scene
 from reports.tour.scene import Scene, Shown
 from runtime import collectives
 from runtime.devices import Devices
@@ -90,7 +90,7 @@ def training(strategies=STRATEGIES, steps=10):
 def _training(runs) -> Shown:
   findings, tables, measured = [], [], []
   for strategy, job, step, losses, seconds in runs:
-    rows = telling.sent(step, job.mesh)
+    rows = scene.sent(step, job.mesh)
     axes = sorted({axis for row in rows for axis in row.axes})
     tables.append(f"{strategy}, sent in one step:\n{collectives.format_summary(rows)}")
     findings.append(
@@ -100,7 +100,7 @@ def _training(runs) -> Shown:
     measured.append(f"{strategy}: {1000 * seconds:.1f} ms a step, at best.")
   losses = [np.array(run[3]) for run in runs]
   findings.append(
-    f"What must not change: all {len(losses[0])} losses are {telling.close(losses[1], losses[0])}."
+    f"What must not change: all {len(losses[0])} losses are {scene.close(losses[1], losses[0])}."
   )
   findings.append(f"What changes: {_changes(runs)}.")
   return Shown(findings, text="\n\n".join(tables), measured=measured)
@@ -113,7 +113,7 @@ def _changes(runs) -> str:
     placements = job.placements["parameters"].values()
     held = sum(rules.bytes_per_device(p, job.devices.sizes) for p in placements)
     rows = job.batch_shardings["inputs"].shard_shape(job.batch["inputs"].shape)[0]
-    sending = sum(row.bytes for row in telling.sent(step, job.mesh))
+    sending = sum(row.bytes for row in scene.sent(step, job.mesh))
     facts.append(
       {
         "rows on a device": str(rows),

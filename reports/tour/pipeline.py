@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from partitioning.parallel.pipeline_schedule import Schedule, Work
 from reports import pipeline_picture
-from reports.tour import telling
+from reports.tour import scene
 from reports.tour.scene import Scene, Shown, mesh_of
 
 TITLE = "A pipeline"
@@ -101,8 +101,8 @@ def _forward_passes(result) -> Shown:
   findings = [
     f"{microbatches} microbatches take {ticks} ticks on {stages} stages; {100 * used:.0f} % of "
     f"what the devices compute is used.",
-    telling.communication(compiled, mesh),
-    f"What leaves the last stage and all layers by NumPy are {telling.close(found, wanted)}.",
+    scene.communication(compiled, mesh),
+    f"What leaves the last stage and all layers by NumPy are {scene.close(found, wanted)}.",
   ]
   return Shown(findings)
 

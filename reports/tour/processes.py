@@ -4,7 +4,7 @@ import json
 import sys
 
 from reports.drawings import holdings
-from reports.tour import launching, telling
+from reports.tour import launching, scene
 from reports.tour.member import feed
 from reports.tour.scene import DEVICES, Scene, Shown, mesh_of
 from runtime import exit_codes
@@ -71,7 +71,7 @@ def _list(numbers) -> str:
   """Returns `0 to 3` for neighbours, else `0, 2 and 5`."""
   numbers = list(numbers)
   if numbers == list(range(numbers[0], numbers[-1] + 1)):
-    return telling.span((numbers[0], numbers[-1] + 1))
+    return scene.span((numbers[0], numbers[-1] + 1))
   return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 

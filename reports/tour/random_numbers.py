@@ -6,7 +6,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from reports.drawings import holdings
-from reports.tour import telling
+from reports.tour import scene
 from reports.tour.network import job_of
 from reports.tour.scene import Scene, Shown, mesh_of
 
@@ -38,11 +38,11 @@ def draw(partitionable=True):
 def _draw(results) -> Shown:
   first = results[0][2]
   findings = [
-    f"{telling.mesh_text(x)}: {telling.blocks(x)}. Sent: {telling.sent_text(compiled, mesh)}. The "
-    f"numbers and those of the first mesh are {telling.same(x, first)}."
+    f"{scene.mesh_text(x)}: {scene.blocks(x)}. Sent: {scene.sent_text(compiled, mesh)}. The "
+    f"numbers and those of the first mesh are {scene.same(x, first)}."
     for mesh, compiled, x in results
   ]
-  sending = sum(bool(telling.sent(compiled, mesh)) for mesh, compiled, _ in results)
+  sending = sum(bool(scene.sent(compiled, mesh)) for mesh, compiled, _ in results)
   equal = sum(np.array_equal(x, first) for _, _, x in results)
   if equal == len(results) and not sending:
     findings.append("The same numbers on every mesh, and no collective in any of the programs.")
@@ -52,14 +52,14 @@ def _draw(results) -> Shown:
       "programs communicate to draw them."
     )
   mesh, _, x = results[2]
-  drawing = holdings(f"row 0 on {telling.mesh_text(x)}", mesh, _row(x))
+  drawing = holdings(f"row 0 on {scene.mesh_text(x)}", mesh, _row(x))
   return Shown(findings, [drawing])
 
 
 def _row(x) -> dict[int, str]:
   """Returns what each device holds of row 0."""
   return {
-    shard.device.id: telling.numbers(shard.data[0], 2)
+    shard.device.id: scene.numbers(shard.data[0], 2)
     if (shard.index[0].start or 0) == 0
     else "other rows"
     for shard in x.addressable_shards
@@ -89,8 +89,8 @@ def _parameters(results) -> Shown:
     pairs = zip(leaves, first, strict=True)
     bits = sum(np.array_equal(ours, theirs) for ours, theirs in pairs)
     findings.append(
-      f"{strategy}: layer_2/kernel is sharded as {telling.spec(kernel)}. Sent: "
-      f"{telling.sent_text(program, job.mesh)}. {bits} of {len(leaves)} arrays equal those under "
+      f"{strategy}: layer_2/kernel is sharded as {scene.spec(kernel)}. Sent: "
+      f"{scene.sent_text(program, job.mesh)}. {bits} of {len(leaves)} arrays equal those under "
       f"{results[0][0]} to the last bit."
     )
   return Shown(findings)

@@ -7,15 +7,19 @@ arguments with defaults, so that the tests can run them with other layouts and r
 import ast
 import dataclasses
 import inspect
+import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
+from partitioning import rules
 from partitioning.mesh import make_mesh
-from partitioning.mesh_sizes import resolve_sizes
+from partitioning.mesh_sizes import product_text, resolve_sizes
+from runtime import collectives
 
 DEVICES = 8
 
@@ -86,7 +90,113 @@ def _without_docstring(function: Callable) -> str:
 def mesh_of(**sizes: int) -> Mesh:
   """Returns the project's mesh, axis=size, over as many of the devices as it needs."""
   resolved = resolve_sizes(sizes, None)
-  count = 1
-  for size in resolved.values():
-    count *= size
-  return make_mesh(resolved, jax.devices()[:count])
+  return make_mesh(resolved, jax.devices()[: math.prod(resolved.values())])
+
+
+# ------------------------------ what scenes show ------------------------------
+
+ROUNDING = 1e-6  # float32 sums of a few hundred terms, in another order
+
+
+def sent(compiled: jax.stages.Compiled, mesh: Mesh) -> list[collectives.Row]:
+  """Returns the collectives of one run of a compiled program."""
+  return collectives.summarize(collectives.collectives(compiled.as_text(), mesh))
+
+
+def sent_text(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
+  """Returns `nothing`, or `1 all-reduce along tensor (512 Bytes a device)`."""
+  rows = sent(compiled, mesh)
+  parts = [
+    f"{row.count} {row.kind} along {'+'.join(row.axes)} ({rules.size_text(row.bytes)} a device)"
+    for row in rows
+  ]
+  return " and ".join(parts) or "nothing"
+
+
+def communication(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
+  """Returns a sentence on the collectives of a compiled program."""
+  if not sent(compiled, mesh):
+    return "No communication: there is no collective in the compiled program."
+  return f"Communication: the compiled program sends {sent_text(compiled, mesh)}."
+
+
+def spec(x: jax.Array) -> str:
+  """Returns the spec of an array, `(data, tensor)`."""
+  return rules.spec_text(x.sharding.spec, x.ndim)
+
+
+def mesh_text(x: jax.Array) -> str:
+  """Returns the mesh of an array, `data=4 x tensor=2`."""
+  return product_text(x.sharding.mesh.shape)
+
+
+def holders(x: jax.Array) -> dict[tuple, list[int]]:
+  """Returns shard -> the ids of its devices; keys are (start, stop) by dim."""
+  found: dict[tuple, list[int]] = {}
+  for device, index in x.sharding.devices_indices_map(x.shape).items():
+    block = tuple(part.indices(size)[:2] for part, size in zip(index, x.shape, strict=True))
+    found.setdefault(block, []).append(device.id)
+  return {block: sorted(ids) for block, ids in found.items()}
+
+
+def blocks(x: jax.Array) -> str:
+  """Returns `8 blocks of [4, 4], each on one device`."""
+  found = holders(x)
+  copies = {len(ids) for ids in found.values()}
+  where = "one device" if copies == {1} else f"{copies.pop()} devices"
+  shape = rules.shape_text(x.sharding.shard_shape(x.shape))
+  if len(found) == 1:
+    return f"one block of {shape}, on {where}"
+  return f"{len(found)} blocks of {shape}, each on {where}"
+
+
+def same(ours, theirs) -> str:
+  """Returns `the same, to the last bit`, or by how much two arrays differ.
+
+  For numbers that are moved, or summed without rounding: every machine gets these bits.
+  """
+  difference = _difference(ours, theirs)
+  return f"NOT the same: {difference}" if difference else "the same, to the last bit"
+
+
+def close(ours, theirs) -> str:
+  """Returns `the same, to rounding`, or by how much two arrays differ."""
+  difference = _difference(ours, theirs, ROUNDING)
+  return f"NOT the same: {difference}" if difference else "the same, to rounding"
+
+
+def _difference(ours, theirs, most: float = 0.0) -> str:
+  """Returns how two arrays differ, or "" if by no more than `most` of the largest element."""
+  ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
+  if ours.shape != theirs.shape:
+    return f"the shapes are {rules.shape_text(ours.shape)} and {rules.shape_text(theirs.shape)}"
+  if np.array_equal(ours, theirs):
+    return ""
+  largest = np.max(np.abs(ours - theirs)) / np.max(np.abs(theirs))
+  if largest <= most:
+    return ""
+  return f"they differ by up to {100 * largest:.2g} % of the largest"
+
+
+def span(bounds: Sequence[int]) -> str:
+  """Returns `4 to 7` of (4, 8), and `4` of (4, 5)."""
+  first, stop = bounds
+  return f"{first} to {stop - 1}" if stop - first > 1 else str(first)
+
+
+def numbers(values, places: int = 0) -> str:
+  """Returns the values of an array on one line, rows parted by `|`."""
+  values = np.asarray(values)
+  if values.ndim > 1:
+    return " | ".join(numbers(row, places) for row in values)
+  return " ".join(f"{value:.{places}f}" for value in values.reshape(-1))
+
+
+def held(x: jax.Array, places: int = 0) -> dict[int, str]:
+  """Returns device id -> the numbers of its shard."""
+  return {shard.device.id: numbers(shard.data, places) for shard in x.addressable_shards}
+
+
+def held_bytes(x: jax.Array) -> int:
+  """Returns the bytes of one device's shard."""
+  return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

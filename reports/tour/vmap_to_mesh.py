@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from reports.drawings import picture
-from reports.tour import telling
+from reports.tour import scene
 from reports.tour.scene import Scene, Shown, mesh_of
 
 TITLE = "From vmap to a mesh"
@@ -37,7 +37,7 @@ def _batch_by_vmap(result) -> Shown:
     [
       f"{smoothed.shape[0]} signals of {smoothed.shape[1]} numbers in one call, on device "
       f"{' and '.join(map(str, ids))}.",
-      f"The result and that of a loop over np.convolve are {telling.close(smoothed, right)}.",
+      f"The result and that of a loop over np.convolve are {scene.close(smoothed, right)}.",
     ]
   )
 
@@ -65,11 +65,11 @@ def _batch_over_devices(result) -> Shown:
     )
   return Shown(
     [
-      f"The batch is sharded as {telling.spec(placed)}: {telling.blocks(placed)}. The result is "
-      f"sharded as {telling.spec(smoothed)}.",
-      telling.communication(compiled, mesh),
+      f"The batch is sharded as {scene.spec(placed)}: {scene.blocks(placed)}. The result is "
+      f"sharded as {scene.spec(smoothed)}.",
+      scene.communication(compiled, mesh),
       reason,
-      f"The result and that of one device are {telling.close(smoothed, on_one)}.",
+      f"The result and that of one device are {scene.close(smoothed, on_one)}.",
     ],
     [picture(placed.shape, placed.sharding, title="the batch", dims=("signal", "time"))],
   )
@@ -102,8 +102,8 @@ def _batch_by_shard_map(result) -> Shown:
     [
       f"The function was traced for {list(seen)}, the block of one device; the full shape is "
       f"{list(smoothed.shape)}.",
-      telling.communication(compiled, mesh),
-      f"The result and that of one device are {telling.close(smoothed, on_one)}.",
+      scene.communication(compiled, mesh),
+      f"The result and that of one device are {scene.close(smoothed, on_one)}.",
     ]
   )
 

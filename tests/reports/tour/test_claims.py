@@ -12,7 +12,7 @@ from reports.tour import (
   network,
   pipeline,
   random_numbers,
-  telling,
+  scene,
   vmap_to_mesh,
 )
 
@@ -305,5 +305,5 @@ def test_parameters_that_differ_are_reported():
   ],
 )
 def test_same_and_close(ours, theirs, same, close):
-  assert telling.same(ours, theirs).startswith(same)
-  assert telling.close(ours, theirs).startswith(close)
+  assert scene.same(ours, theirs).startswith(same)
+  assert scene.close(ours, theirs).startswith(close)
