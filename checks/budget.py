@@ -200,7 +200,8 @@ def _expected(case: Case, record: collectives.Collective) -> bool:
 
 def _gathered_at_once(case: Case, records, state: _State) -> Iterator[Finding]:
   """Yields a finding where stacked parameters are gathered before the scan that uses them."""
-  stacked = {name for name in state.leaves if state.leaves[name][0] in _scanned(case)}
+  scanned = _scanned(case)  # a trace of the step
+  stacked = {name for name, (shape, *_) in state.leaves.items() if shape in scanned}
   stacked = {name for name in stacked if state.axes(name)}
   found: dict[str, collectives.Collective] = {}
   for one in records:

@@ -44,6 +44,7 @@ def test_what_must_not_matter(bug):
   assert len(found) == (2 if bug == "rows_weighted" else 1)  # microbatches have other places
 
 
+@pytest.mark.usefixtures("known")
 def test_a_clean_program_gives_no_finding(one, clean):
   outcome = invariance.check_one(one)
   assert outcome.findings == []
