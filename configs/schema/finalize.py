@@ -113,8 +113,8 @@ ACCELERATORS = ("tpu", "gpu")
 # What the logits of a chunk may take on a device, in the compute dtype. On GPUs, whose memory is
 # larger, more chunks than one cost a matmul of all logits and a copy of their gradients' sum.
 CHUNK_BYTES, GPU_CHUNK_BYTES = 256 * 2**20, 4 * 2**30
-# Layers of the longest iteration of a scan that is chosen.
-UNROLLED = 32
+# Layers of the longest iteration of a scan that is chosen; on CPUs compilation takes longer.
+UNROLLED = {"cpu": 8, "gpu": 32}
 # Tokens of the shortest rows whose attention is computed block by block. On CPUs it was measured.
 LONG_ROWS, LONG_ROW = {"cpu": 256, "tpu": 256}, 1024
 _BYTES = {"bfloat16": 2, "float64": 8}
@@ -248,11 +248,17 @@ def _loss_chunks(
   return count, f"{size} at a time instead of {each * own / 2**20:,.0f}, at most {limit}"
 
 
-def _scan_unroll(model: ConfigDict, target: Target) -> tuple[int, str]:
-  split = max(target.sizes.get(axis, 1) for axis in ("fsdp", "stage"))
-  if target.platform != "gpu" or kind_of_model(model.name) != "transformer" or split > 1:
+def _scan_unroll(model: ConfigDict, training: ConfigDict, target: Target) -> tuple[int, str]:
+  # One device of a CPU: it was measured there. In one iteration XLA merges what is computed again
+  # with the first computation, and keeps it: of all layers, with `full`.
+  axes = ("fsdp", "stage") if target.platform == "gpu" else target.sizes
+  split = max((target.sizes.get(axis, 1) for axis in axes), default=1)
+  recomputes = training.rematerialization not in ("none", "elementwise")
+  if target.platform not in UNROLLED or split > 1 or recomputes:
     return 1, ""
-  count = max(n for n in divisors(model.layers) if n <= UNROLLED)
+  if kind_of_model(model.name) != "transformer":
+    return 1, ""
+  count = max(n for n in divisors(model.layers) if n <= UNROLLED[target.platform])
   return count, "a loop copies what its iterations save into arrays of all layers"
 
 
@@ -368,8 +374,10 @@ RULES = (
   Rule(
     "training.scan_unroll",
     "on GPUs, where neither fsdp nor stage splits the layers, the largest divisor of the layers "
-    f"up to {UNROLLED}; else 1",
-    "a loop copies what its iterations save into arrays of all layers: a sixth of an H100's step",
+    f"up to {UNROLLED['gpu']}, and on one CPU device up to {UNROLLED['cpu']}, with "
+    "`training.rematerialization` none or elementwise; else 1",
+    "a loop copies what its iterations save into arrays of all layers: a sixth of an H100's step; "
+    "but what is computed again would be merged with the first computation, and kept",
     _scan_unroll,
   ),
   Rule(

@@ -137,18 +137,25 @@ def test_presets_have_the_best_known_configuration(case, rows, chunks, parallel)
 
 
 @pytest.mark.parametrize(
-  ("platform", "sizes", "layers", "unroll"),
+  ("platform", "sizes", "layers", "recomputed", "unroll"),
   [
-    ("gpu", {"data": 4, "tensor": 2}, 16, 16),
-    ("gpu", {}, 126, 21),
-    ("gpu", {"fsdp": 2}, 16, 1),
-    ("gpu", {"stage": 2}, 16, 1),
-    ("tpu", {}, 16, 1),
-    ("cpu", {}, 16, 1),
+    ("gpu", {"data": 4, "tensor": 2}, 16, "elementwise", 16),
+    ("gpu", {}, 126, "none", 21),
+    ("gpu", {}, 16, "full", 1),
+    ("gpu", {"fsdp": 2}, 16, "none", 1),
+    ("gpu", {"stage": 2}, 16, "none", 1),
+    ("tpu", {}, 16, "none", 1),
+    ("cpu", {}, 4, "none", 4),
+    ("cpu", {}, 12, "none", 6),
+    ("cpu", {}, 4, "dots", 1),
+    ("cpu", {"data": 2}, 4, "none", 1),
   ],
 )
-def test_layers_are_unrolled_on_gpus_that_have_them_whole(platform, sizes, layers, unroll):
-  config, _ = choices("lm", platform, sizes, **{"model.layers": layers})
+def test_layers_are_unrolled_where_a_device_has_them_whole(
+  platform, sizes, layers, recomputed, unroll
+):
+  keys = {"model.layers": layers, "training.rematerialization": recomputed}
+  config, _ = choices("lm", platform, sizes, **keys)
   assert config.training.scan_unroll == unroll
 
 

@@ -1,5 +1,7 @@
 """`contracted`: what einsum gives; on CPUs one matmul, where no merged dim is sharded."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,3 +69,11 @@ def test_dims_are_merged_on_cpus_where_the_sequence_is_not_sharded(context, on_c
   matmuls = [one for one in function.jaxpr.eqns if one.primitive.name == "dot_general"]
   assert len(matmuls) == 3
   assert all(all(x.aval.ndim == 2 for x in one.invars) == merged for one in matmuls)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_smaller_dim_of_a_kernel_gradient_comes_first(case):
+  x_letters, letters, _ = CASES[case]
+  program = traced(x_letters, letters)[0].lower().compile().as_text()
+  gradients = re.findall(r"f32\[(\d+),(\d+)\]\S* dot\(.*lhs_contracting_dims=\{0\}", program)
+  assert gradients == [("6", "10")]
