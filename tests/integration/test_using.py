@@ -41,7 +41,6 @@ def test_a_trace_that_xprof_and_perfetto_open(trained):
 def test_evaluate_gives_the_same_number_on_every_mesh_and_batch_size(main, trained):
   last = [line["eval_loss"] for line in lines_of(trained) if "eval_loss" in line][-1]
   for strategy, batch, where, step in (
-    ("single", 32, f"--checkpoint={trained}", 4),
     ("single", 32, f"--checkpoint={trained}/2", 2),
     ("fsdp8", 24, f"--workdir={trained}", 4),
     ("tp8", 7, f"--checkpoint={trained}", 4),

@@ -22,7 +22,6 @@ PAIRS = {
 }
 MESHES = {
   "single": ("single", {}),
-  "dp4_tp2": ("dp4_tp2", {}),
   "fsdp8, chunks": ("fsdp8", {"training.loss_chunks": 2}),
   "context=2": ("single", {"mesh.context": 2, "mesh.data": 2}),
   "microbatches": ("dp4_tp2", {"training.gradient_accumulation_steps": 2}),

@@ -139,8 +139,10 @@ def test_half_precision_compute_keeps_the_state_wide():
   assert metrics["loss"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("strategy", ["single", "dp8", "fsdp8", "tp8"])
+@pytest.mark.parametrize(
+  ("strategy", "dtype"),
+  [("single", "bfloat16"), ("fsdp8", "float32"), ("fsdp8", "bfloat16"), ("tp8", "bfloat16")],
+)
 def test_nothing_of_a_kernels_size_is_kept_for_the_backward_pass(strategy, dtype):
   """Neither cast nor turned: the kernels as they are stored are there anyway."""
   job = make_job(strategy, "lm", **{"training.compute_dtype": dtype})

@@ -62,7 +62,7 @@ def test_one_device_needs_no_collective():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_shipped_strategies_are_among_the_meshes(strategy):
-  sizes = make_job(strategy, "lm").devices.sizes
+  sizes = make_job(strategy, "mlp").devices.sizes
   larger = {f"mesh.{axis}": size for axis, size in sizes.items() if size > 1}
   assert larger in [*MESHES.values(), {}]
 
