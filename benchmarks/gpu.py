@@ -320,9 +320,9 @@ def sizes(job: Job, family: str) -> dict:
   }
 
 
-def save(job: Job, folder: pathlib.Path) -> None:
+def save(params: Any, folder: pathlib.Path) -> None:
   """Writes the parameters that both sides start from, one .npy file each."""
-  for name, array in named_leaves(job.initial_state().params).items():
+  for name, array in named_leaves(params).items():
     np.save(folder / f"{name.replace('/', '.')}.npy", np.asarray(array))
 
 
@@ -334,7 +334,7 @@ class Side:
     self._job = prepare(description["recipe"], description["overrides"])
     description["sizes"] = self._sizes = sizes(self._job, description["family"])
     if description["parameters"]:
-      save(self._job, pathlib.Path(description["parameters"]))
+      save(self._job.initial_state().params, pathlib.Path(description["parameters"]))
     self._step = self._job.compile_train_step().function
     self._state = self._job.initial_state()
     self._description, self._batch = description, gpu_protocol.train_batch(description)

@@ -1,10 +1,10 @@
-"""What both sides of benchmarks/gpu.py share: the job, its batches, names, lines of JSON.
+"""What both sides of benchmarks/gpu.py share: the description of a run, its batches, names, lines of JSON.
 
-A side is a process. It reads the job, a line of JSON on its standard input, and answers each line
+A side is a process. It reads the description, a line of JSON on its standard input, and answers each line
 `{"steps": N}` with the seconds of N steps and the last loss, and `{"facts": true}` with versions
 and sizes. This module imports NumPy alone: the sides run in processes with different libraries.
 
-The job:
+The description:
   family: gpt2 or llama.
   compute_dtype: of matmuls, bfloat16 or float32.
   recipe, overrides: of the application's config.
@@ -49,37 +49,37 @@ class Side(Protocol):
     """Returns versions and sizes."""
 
 
-def batches(job: dict) -> list[tuple[np.ndarray, np.ndarray]]:
+def batches(description: dict) -> list[tuple[np.ndarray, np.ndarray]]:
   """Returns tokens and targets, int32 [rows, length], of the batches that are repeated."""
-  generator = np.random.default_rng(job["seed"])
-  sizes = job["sizes"]
-  shape = (BATCHES, job["rows"], sizes["length"] + 1)
+  generator = np.random.default_rng(description["seed"])
+  sizes = description["sizes"]
+  shape = (BATCHES, description["rows"], sizes["length"] + 1)
   # Zipf's law, as of words: the loss then falls, and a wrong gradient shows.
   ranks = np.minimum(generator.zipf(1.3, shape), sizes["vocabulary"]) - 1
   return [(one[:, :-1], one[:, 1:]) for one in ranks.astype(np.int32)]
 
 
-def train_batch(job: dict) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
+def train_batch(description: dict) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
   """Returns step -> tokens and targets, int32 [rows, length]."""
-  if job["text"] is None:
-    repeated = batches(job)
+  if description["text"] is None:
+    repeated = batches(description)
     return lambda step: repeated[step % BATCHES]
-  return functools.partial(windows, job, "train")
+  return functools.partial(windows, description, "train")
 
 
-def windows(job: dict, split: str, number: int) -> tuple[np.ndarray, np.ndarray]:
+def windows(description: dict, split: str, number: int) -> tuple[np.ndarray, np.ndarray]:
   """Returns tokens and targets, int32 [rows, length], from random places of a split of the text."""
-  ids = np.load(pathlib.Path(job["text"]) / f"{split}.npy", mmap_mode="r")
-  length = job["sizes"]["length"]
-  generator = np.random.default_rng((job["seed"], number))
-  starts = generator.integers(len(ids) - length, size=job["rows"])
+  ids = np.load(pathlib.Path(description["text"]) / f"{split}.npy", mmap_mode="r")
+  length = description["sizes"]["length"]
+  generator = np.random.default_rng((description["seed"], number))
+  starts = generator.integers(len(ids) - length, size=description["rows"])
   rows = ids[starts[:, None] + np.arange(length + 1)].astype(np.int32)
   return rows[:, :-1], rows[:, 1:]
 
 
-def validation_batches(job: dict) -> list[tuple[np.ndarray, np.ndarray]]:
+def validation_batches(description: dict) -> list[tuple[np.ndarray, np.ndarray]]:
   """Returns the batches that a text's validation loss is the mean of."""
-  return [windows(job, "validation", number) for number in range(VALIDATION_BATCHES)]
+  return [windows(description, "validation", number) for number in range(VALIDATION_BATCHES)]
 
 
 def torch_names(sizes: dict) -> dict[str, tuple[str, int | None, bool]]:

@@ -121,14 +121,14 @@ def load(model: Decoder, folder: pathlib.Path) -> None:
 class Side:
   """The model, its optimizer and its batches."""
 
-  def __init__(self, job: dict):
-    """Builds and compiles; see benchmarks/gpu_protocol.py for the job."""
+  def __init__(self, description: dict):
+    """Builds and compiles; see benchmarks/gpu_protocol.py for the description."""
     self._device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
-    self._model = Decoder(job["sizes"])
-    load(self._model, pathlib.Path(job["parameters"]))
+    self._model = Decoder(description["sizes"])
+    load(self._model, pathlib.Path(description["parameters"]))
     self._model.to(self._device)
-    keys = job["optimizer"]
+    keys = description["optimizer"]
     decayed = [p for name, p in self._model.named_parameters() if gpu_protocol.decays(name)]
     others = [p for name, p in self._model.named_parameters() if not gpu_protocol.decays(name)]
     self._optimizer = torch.optim.AdamW(
@@ -141,10 +141,10 @@ class Side:
     )
     self._clip, self._warmup = keys["clip_norm"], keys["warmup_steps"]
     self._rate = keys["learning_rate"]
-    self._steps, self._job = keys["steps"], job
-    self._dtype = getattr(torch, job["compute_dtype"])
-    self._loss = torch.compile(self._model) if job["compile"] else self._model
-    self._batch = gpu_protocol.train_batch(job)
+    self._steps, self._description = keys["steps"], description
+    self._dtype = getattr(torch, description["compute_dtype"])
+    self._loss = torch.compile(self._model) if description["compile"] else self._model
+    self._batch = gpu_protocol.train_batch(description)
     self._done = 0
 
   def _mean_loss(self, pair: tuple[np.ndarray, np.ndarray]):
@@ -178,7 +178,9 @@ class Side:
     found = {"seconds": seconds, "processor": processor, "loss": last}
     if validate:
       with torch.no_grad():
-        losses = [float(self._mean_loss(x)) for x in gpu_protocol.validation_batches(self._job)]
+        losses = [
+          float(self._mean_loss(x)) for x in gpu_protocol.validation_batches(self._description)
+        ]
       found["validation"] = sum(losses) / len(losses)
     return found
 

@@ -24,6 +24,7 @@ from training import coordinate_check
 from training.setup import Job, prepare
 from training.splits import training_batches
 from training.state import State
+from training.step import Program
 
 _STEPS = flags.DEFINE_integer("steps", 100, "Of each run.")
 _SEEDS = flags.DEFINE_integer("seeds", 1, "Initializations of each run.")
@@ -55,23 +56,25 @@ def make_job(width: int, base_width: int, steps: int) -> Job:
   return prepare(config, Devices("cpu", True, sizes, {}))
 
 
-def train_step(job: Job, state: State, batch, rate: jax.Array):
+def train_step(program: Program, state: State, batch, rate: jax.Array):
   """Returns the state and the metrics of a step whose learning rate is multiplied by `rate`."""
-  inner = job.program.optimizer
+  inner = program.optimizer
 
   def update(grads, optimizer_state, params):
     updates, optimizer_state = inner.update(grads, optimizer_state, params)
     scaled = jax.tree.map(lambda x: x * rate, updates)
     return optax.apply_updates(params, scaled), optimizer_state
 
-  return dataclasses.replace(job.program, update=update).train_step(state, batch)
+  return dataclasses.replace(program, update=update).train_step(state, batch)
 
 
 def losses(job: Job, rates: Sequence[float], seeds: int) -> list[float]:
   """Returns the mean loss of the last steps at each learning rate."""
   batches, steps = training_batches(job.config), job.config.training.steps
   rate = jax.ShapeDtypeStruct((), jnp.float32)
-  step = job.compile(functools.partial(train_step, job), job.state, job.batch, rate).function
+  step = job.compile(
+    functools.partial(train_step, job.program), job.state, job.batch, rate
+  ).function
   found = []
   for value in rates:
     last = []

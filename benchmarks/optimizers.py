@@ -261,16 +261,17 @@ class Bench:
       self._data = self._data or splits.open_data(job)
     return self._compiled[key]
 
-  def initial_state(self, job: setup.Job, seed: int) -> State:
+  def initial_state(self, optimizer: Any, seed: int) -> State:
     """Returns the initial state, its parameters being the same for all optimizers."""
     params = self._initial(jax.random.key(seed)).params
-    optimizer = jax.jit(job.program.optimizer.init)(params)
-    return State(jnp.zeros((), jnp.int32), params, optimizer, {})
+    return State(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params), {})
 
   def make(self, run: Run) -> dict[str, Any]:
     """Returns the losses of a run, as `Results` keeps them."""
     job, step = self.compiled(run.optimizer, run.steps)
-    batches, state, losses = self.batches(job, run.seed), self.initial_state(job, run.seed), []
+    batches = self.batches(job.config.data.global_batch_size, run.seed)
+    state = self.initial_state(job.program.optimizer, run.seed)
+    losses = []
     for number in range(run.steps):
       batch = batches.batch(number, job.batch_shardings)
       state, metrics = step(state, batch, np.float32(run.learning_rate))
@@ -283,9 +284,8 @@ class Bench:
     ]
     return {"validation": round(self.validation_loss(job, state), 5), "training": means}
 
-  def batches(self, job: setup.Job, seed: int) -> TrainingBatches:
-    """Returns the training batches in the order of a seed."""
-    size = job.config.data.global_batch_size
+  def batches(self, size: int, seed: int) -> TrainingBatches:
+    """Returns the training batches of `size` rows, in the order of a seed."""
     return TrainingBatches(self._data.train.source, global_batch_size=size, seed=seed)
 
   def validation_loss(self, job: setup.Job, state: State) -> float:
@@ -312,8 +312,8 @@ class Bench:
       seconds = {}
       for name, rate in rates.items():
         job, step = self.compiled(name, TRIAL)
-        batch = self.batches(job, 0).batch(0, job.batch_shardings)
-        state = states.get(name) or self.initial_state(job, 0)
+        batch = self.batches(job.config.data.global_batch_size, 0).batch(0, job.batch_shardings)
+        state = states.get(name) or self.initial_state(job.program.optimizer, 0)
         jax.block_until_ready(state)
         began = time.monotonic()
         for _ in range(steps):

@@ -39,7 +39,7 @@ def stepper(job: Job, step: Callable | None = None) -> Callable[[], dict[str, ja
     step: compiled; None: it is compiled here.
   """
   step = step or job.compile_train_step().function
-  batch = jax.device_put(example(job), job.batch_shardings)
+  batch = jax.device_put(example(job.batch, job.config.model), job.batch_shardings)
   kept = [job.initial_state()]
 
   def take() -> dict[str, jax.Array]:

@@ -38,7 +38,8 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   coordinate_check.check(*sections, steps=steps, sizes=its_devices.sizes)
   at = coordinate_check.widths(resolved.model, flags.WIDTHS.value)
   jobs = [_job(config, resolved, width, its_devices) for width in at]
-  batches = splits.training_batches(jobs[0].config, splits.sharing(jobs[0]))
+  shared = splits.sharing(jobs[0].config.processes.start_timeout_seconds)
+  batches = splits.training_batches(jobs[0].config, shared)
   file = flags.SVG.value and epath.Path(flags.SVG.value)
   if file and (file.is_dir() or not file.parent.is_dir()):
     raise ValueError(f"--svg={file}: give a file in a folder that exists")

@@ -35,7 +35,8 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   if flags.TASKS.value is not None:
     return _prepare_tasks(watch)
   ready, location = build.of_checkpoint()
-  evaluation = splits.open_evaluation(ready)
+  shared = splits.sharing(ready.config.processes.start_timeout_seconds)
+  evaluation = splits.evaluation_batches(ready.config, shared)
   preflight_facts.about_to_run(
     ready, {"held out": evaluation.source}, flags.workdir(), writes=False
   )

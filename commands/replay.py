@@ -46,7 +46,8 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   restore.adopt_schedule(config, workdir)
   [job] = build.prepare(flags.CONFIG)
   replay.check(job.config.task, job.devices.sizes)
-  batches = splits.training_batches(job.config, splits.sharing(job))
+  shared = splits.sharing(job.config.processes.start_timeout_seconds)
+  batches = splits.training_batches(job.config, shared)
   preflight_facts.about_to_run(job, {"train": batches.source}, workdir, writes=False)
   state, start, record, origin = restore.RunCheckpoints(job, workdir).before_step(
     batches.source, step, flags.ACCEPT.value

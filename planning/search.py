@@ -463,7 +463,10 @@ def _near(jobs: Sequence[Job], runs: Sequence[Run]) -> list[int]:
 
 def _timed(job: Job, step: Callable[..., Any]) -> float:
   """Returns the seconds of the fastest of some steps."""
-  state, batch = job.initial_state(), jax.device_put(example(job), job.batch_shardings)
+  state, batch = (
+    job.initial_state(),
+    jax.device_put(example(job.batch, job.config.model), job.batch_shardings),
+  )
   state, _ = jax.block_until_ready(step(state, batch))  # the first one also allocates
   seconds: list[float] = []
   while len(seconds) < STEPS or (sum(seconds) < LEAST_SECONDS and len(seconds) < MOST_STEPS):
@@ -473,12 +476,12 @@ def _timed(job: Job, step: Callable[..., Any]) -> float:
   return min(seconds)
 
 
-def example(job: Job) -> Mapping[str, np.ndarray]:
+def example(abstract: Mapping[str, jax.ShapeDtypeStruct], model: ConfigDict) -> Mapping[str, Any]:
   """Returns a batch of random tokens, classes and values, in which every row counts."""
   random = np.random.default_rng(_SEED)
-  classes = job.config.model.get("vocabulary_size") or job.config.model.get("output_size") or 2
+  classes = model.get("vocabulary_size") or model.get("output_size") or 2
   batch = {}
-  for name, array in job.batch.items():
+  for name, array in abstract.items():
     if name == "weights":
       values = np.ones(array.shape)
     elif name in ("segments", "positions"):

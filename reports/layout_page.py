@@ -118,7 +118,7 @@ class Side:
   @property
   def of_layers(self) -> str:
     """Returns of which layers these are."""
-    return of_layers(self.job)
+    return of_layers(self.job.program.pipeline)
 
   def dims(self, letters: str) -> tuple[str, ...]:
     """Returns `("D model", "F feedforward")`."""
@@ -147,7 +147,11 @@ def html(
     command: that asked for the page.
   """
   jobs = [job] if against is None else [job, against]
-  sides = [Side(title, one, _costs(one)) for title, one in zip(titles, jobs, strict=False)]
+  sides = []
+  for title, one in zip(titles, jobs, strict=False):
+    program = one.compile_train_step().function.as_text()
+    costs = collectives.summarize(collectives.collectives(program, one.mesh))
+    sides.append(Side(title, one, costs))
   arrays = Arrays(sides)
   return render(
     "layout.html.j2",
@@ -360,12 +364,6 @@ def _totals(sides: Sequence[Side]) -> dict[str, Any]:
   return {"heads": ["parameters", *heads], "rows": rows}
 
 
-def _costs(job: Job) -> list[collectives.Row]:
-  """Compiles the train step and returns its collectives."""
-  text = job.compile_train_step().function.as_text()
-  return collectives.summarize(collectives.collectives(text, job.mesh))
-
-
 def _costs_of(side: Side, sides: Sequence[Side]) -> dict[str, Any]:
   """Returns one side's collectives, grouped by the axes that they run along."""
   by_axes: dict[tuple[str, ...], list[collectives.Row]] = {}
@@ -410,7 +408,7 @@ def stored_layout(job: Job) -> dict[str, Any]:
   small = job.mesh.size <= MOST_DEVICES
   drawn = [
     {"names": names, "sheet": grid.as_json(side.drawing(placement))}
-    for names, placement in (_ways(job)[:MOST_DRAWINGS] if small else ())
+    for names, placement in (_ways(job.placements["parameters"])[:MOST_DRAWINGS] if small else ())
   ]
   sizes = {
     title: sum(rules.bytes_per_device(p, side.sizes) for p in placements.values())
@@ -427,10 +425,10 @@ def stored_layout(job: Job) -> dict[str, Any]:
   }
 
 
-def _ways(job: Job) -> list[tuple[list[str], Placement]]:
+def _ways(parameters: Mapping[str, Placement]) -> list[tuple[list[str], Placement]]:
   """Returns (names, placement) of the parameters that are sharded alike, the largest first."""
   ways: dict[tuple, list[tuple[str, Placement]]] = {}
-  for name, p in job.placements["parameters"].items():
+  for name, p in parameters.items():
     ways.setdefault((p.shape, p.letters, str(p.spec)), []).append((name, p))
   found = [([name for name, _ in same], same[0][1]) for same in ways.values()]
   return sorted(found, key=lambda one: -len(one[0]) * _whole_bytes(one[1]))

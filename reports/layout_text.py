@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -23,10 +24,12 @@ from partitioning.rules import (
 from reports import drawings
 from runtime.rematerialization import OFFLOAD, RECOMPUTE, SAVE
 from training import compiler_options, gradients, named_activations
+from training.gradients import Schedule
 from training.named_activations import Named
 from training.optimizers.build import matrix_groups
 from training.optimizers.spec import optimizer_spec
 from training.setup import Job
+from training.step import Program
 
 # What becomes of an activation's bytes, by its choice.
 CHOICES = {
@@ -147,7 +150,8 @@ def job_text(job: Job, *, whole: bool = True) -> str:
       lines.append(f"  {c.letters:<5} {shape_text(c.shape):<20} {spec}{notes}")
     lines.append("")
     if named := named_activations.of_job(job):
-      lines += [named_text(named, job), ""]
+      choice, layers = job.config.training.rematerialization, of_layers(job.program.pipeline)
+      lines += [named_text(named, choice, layers), ""]
     if matrices := matrix_lines(job):
       matrices = [f"  {line}" for line in matrices]
       lines += ["matrices that the optimizer brings whole to devices, and back:", *matrices, ""]
@@ -157,20 +161,21 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     from reports import pipeline_picture  # where there are stages
 
     lines.append(pipeline_picture.text(schedule, job.config.model.layers, picture=whole))
-  if reduced := reduction_text(job):
+  if reduced := reduction_text(job.program, sizes):
     lines.append(reduced)
   given = job.program.spec, sizes, job.placements["parameters"], job.program.trained
   if gathers := gradients.gathering_text(*given, job.program.gathered):
     lines.append(gathers)
   lines.append(
-    f"{counts_text(job)}; with optimizer state {rules.size_text(per_device)} per device, "
+    f"{counts_text(*job.parameter_counts())}; with optimizer state "
+    f"{rules.size_text(per_device)} per device, "
     f"of which {rules.size_text(replicated)} are replicated"
     + (" on every device" if whole else "")
     + (f"; {rules.size_text(on_host)} of it in the host's memory" if on_host else "")
   )
   if whole:
     return "\n".join([*lines, *chosen_lines(job)])
-  lines += derived_lines(job)
+  lines += derived_lines(job.choices)
   matter = [one for one in job.choices if one.of_devices and not one.plain]
   chosen = [f"{one.key}={one.value}" for one in matter]  # without the reasons
   if job.compiler_defaults:
@@ -179,17 +184,15 @@ def job_text(job: Job, *, whole: bool = True) -> str:
   return "\n".join([*lines, *([f"chosen: {', '.join(chosen)}"] if chosen else [])])
 
 
-def reduction_text(job: Job) -> str:
+def reduction_text(program: Program, sizes: Mapping[str, int]) -> str:
   """Returns how the gradients of several microbatches are reduced; "" of one microbatch."""
   return gradients.reduction_text(
-    *(job.program.spec, job.devices.sizes, job.program.reduce_once_over),
-    gathered=job.program.gathered is not None,
+    *(program.spec, sizes, program.reduce_once_over), gathered=program.gathered is not None
   )
 
 
-def counts_text(job: Job) -> str:
+def counts_text(total: int, active: int) -> str:
   """Returns how many parameters there are, and of a mixture of experts how many a token uses."""
-  total, active = job.parameter_counts()
   return f"{total:,} parameters" + (f", {active:,} of them active" if active != total else "")
 
 
@@ -201,7 +204,7 @@ def chosen_lines(job: Job, *, compiled: bool = True) -> list[str]:
     compiled: whether it is compiled for its devices; a plan by formula has others in their place.
   """
   lines = [
-    *derived_lines(job),
+    *derived_lines(job.choices),
     *(f"chosen: {one.key}={one.value} ({one.why})" for one in job.choices if one.of_devices),
   ]
   if (options := job.compiler_defaults) and compiled:
@@ -212,19 +215,19 @@ def chosen_lines(job: Job, *, compiled: bool = True) -> list[str]:
   return lines
 
 
-def derived_lines(job: Job) -> list[str]:
+def derived_lines(choices: Iterable[Any]) -> list[str]:
   """Returns a line about the sizes that follow from the model's width or depth, or none."""
-  derived = [one for one in job.choices if not one.of_devices]
+  derived = [one for one in choices if not one.of_devices]
   values = [f"{one.value:.4g}" if isinstance(one.value, float) else one.value for one in derived]
   shown = [f"{one.key}={value} ({one.why})" for one, value in zip(derived, values, strict=True)]
   return [f"derived: {', '.join(shown)}"] if shown else []
 
 
-def named_text(named: Sequence[Named], job: Job) -> str:
-  """Returns the table of named activations: bytes of all layers, and what happens to them."""
+def named_text(named: Sequence[Named], rematerialization: str, layers: str) -> str:
+  """Returns the table of named activations: bytes of `layers`, and what happens to them."""
   table = plain_table("activation of a layer", "dims", "shape", "spec")
-  table.add_column(f"bytes/device, {of_layers(job)}", justify="right")
-  table.add_column(f"rematerialization={job.config.training.rematerialization}", no_wrap=True)
+  table.add_column(f"bytes/device, {layers}", justify="right")
+  table.add_column(f"rematerialization={rematerialization}", no_wrap=True)
   for one in named:
     spec = spec_text(one.spec, len(one.shape))
     texts = one.name, one.letters, shape_text(one.shape), spec, size_text(one.bytes), one.choice
@@ -235,9 +238,9 @@ def named_text(named: Sequence[Named], job: Job) -> str:
   return drawings.plain(table)
 
 
-def of_layers(job: Job) -> str:
+def of_layers(schedule: Schedule | None) -> str:
   """Returns of which layers a device has activations at a time."""
-  return "layers of a chunk" if job.program.pipeline else "all layers"
+  return "layers of a chunk" if schedule else "all layers"
 
 
 def matrix_lines(job: Job) -> list[str]:

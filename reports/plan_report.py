@@ -225,7 +225,7 @@ def notes(plan: Plan) -> list[str]:
   """Returns notes on the source of the numbers."""
   found = [plan.topology.note] if plan.topology.note else []
   job = plan.job
-  if reduced := reduction_text(job):
+  if reduced := reduction_text(job.program, job.devices.sizes):
     found.append(reduced)
   if plan.topology.slices > 1:
     over = " ".join(f"--config.mesh_dcn.{k}={v}" for k, v in plan.job.devices.slices.items())
@@ -236,7 +236,11 @@ def notes(plan: Plan) -> list[str]:
     found.append(
       "exchange of tokens: one round in each layer with experts, as where tokens are spread evenly"
     )
-  return [*found, counts_text(job), *chosen_lines(job, compiled=bool(plan.program))]
+  return [
+    *found,
+    counts_text(*job.parameter_counts()),
+    *chosen_lines(job, compiled=bool(plan.program)),
+  ]
 
 
 def _without(plan: Plan) -> str:

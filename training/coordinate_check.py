@@ -239,7 +239,11 @@ def train(
   """
   everywhere = NamedSharding(job.mesh, PartitionSpec())
   placed = job.state_shardings
-  lengths = _lengths(job)
+  with job.tracing():  # in the order in which the model records activations
+    shapes = jax.eval_shape(
+      lambda *given: activations_of(job.program, *given), job.state, job.batch
+    )
+  lengths = {name: x.shape[-1] for name, x in shapes.items()}
   said("compiling")
   init, step = job.compile_init().function, job.compile_train_step().function
   measure = job.compile(
@@ -263,15 +267,6 @@ def train(
     for name in lengths
   }
   return Trained(lengths, values)
-
-
-def _lengths(job: Job) -> dict[str, int]:
-  """Returns name -> size of the last dim, in the order in which the model records activations."""
-  with job.tracing():
-    shapes = jax.eval_shape(
-      lambda state, batch: activations_of(job.program, state, batch), job.state, job.batch
-    )
-  return {name: x.shape[-1] for name, x in shapes.items()}
 
 
 # ------------------------------ what it shows ------------------------------

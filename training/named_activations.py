@@ -45,12 +45,6 @@ def sums(named: Iterable[Named]) -> dict[str, int]:
   return found
 
 
-def layers_at_once(job: Job) -> int:
-  """Returns how many layers' activations a device has at a time: those of one chunk of a stage."""
-  schedule, layers = job.program.pipeline, job.config.model.layers
-  return layers if schedule is None else layers // (schedule.stages * schedule.chunks)
-
-
 def of_job(job: Job) -> list[Named]:
   """Returns the named activations in the order of the forward pass; [] for another model.
 
@@ -64,7 +58,9 @@ def of_job(job: Job) -> list[Named]:
   choices = rematerialization.parse(config.training.rematerialization, names).by_name
   itemsize = np.dtype(config.training.compute_dtype).itemsize
   rows = config.data.global_batch_size // gradients.microbatches(job.program.spec, sizes)
-  layers = layers_at_once(job)
+  layers = config.model.layers
+  if schedule := job.program.pipeline:  # a device has those of one chunk of a stage at a time
+    layers //= schedule.stages * schedule.chunks
   extents = {"B": rows, "T": config.data.sequence_length, "R": config.data.sequence_length}
   found = []
   for name in names:

@@ -42,15 +42,11 @@ def open_data(job: "setup.Job") -> Data:
       beyond its vocabulary), or more unreadable records than data.max_bad_records.
   """
   with files.listed_once():
-    train = training_batches(job.config, sharing(job))
+    shared = sharing(job.config.processes.start_timeout_seconds)
+    train = training_batches(job.config, shared)
     if train.abstract != job.batch:
       raise ValueError(f"{train.source.name} gives {train.abstract}, the model takes {job.batch}")
-    return Data(train, open_evaluation(job))
-
-
-def open_evaluation(job: "setup.Job") -> EvaluationBatches:
-  """Opens the evaluation split; raises as `open_data`."""
-  return evaluation_batches(job.config, sharing(job))
+    return Data(train, evaluation_batches(job.config, shared))
 
 
 def training_batches(config: ConfigDict, shared: Sharing | None = None) -> TrainingBatches:
@@ -226,17 +222,16 @@ def read_as(data: ConfigDict, task: str) -> ConfigDict:
   return ConfigDict({**data, "kind": TASKS[task].rows})
 
 
-def sharing(job: "setup.Job", group: Group | None = None) -> Sharing:
+def sharing(patience_seconds: float, group: Group | None = None) -> Sharing:
   """Returns how the processes share the reading of all rows of a split.
 
-  They wait for the slowest as long as a start may take, plus four times as long as they took; then
+  They wait for the slowest for `patience_seconds`, plus four times as long as they took; then
   NotTogetherError names those that are missing.
   """
   group, began = group or current(), time.monotonic()
-  patience = job.config.processes.start_timeout_seconds
 
   def gather(value: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    seconds = patience + 4 * (time.monotonic() - began)
+    seconds = patience_seconds + 4 * (time.monotonic() - began)
     return group.gather("reading all rows", value, timeout_seconds=seconds)
 
   return Sharing(group.index, group.count, gather)

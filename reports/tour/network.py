@@ -9,7 +9,6 @@ import numpy as np
 from configs.schema import finalize, validate
 from partitioning import rules
 from partitioning.mesh_sizes import resolve_sizes
-from partitioning.rules import Placement
 from reports.drawings import picture
 from reports.tour import scene
 from reports.tour.scene import Scene, Shown
@@ -52,8 +51,9 @@ def _layouts(jobs) -> Shown:
   findings, pictures = [], []
   for strategy, job in jobs:
     placements = job.placements["parameters"]
-    cut = [p.name for p in placements.values() if _is_cut(p, job)]
-    held = sum(rules.bytes_per_device(p, job.devices.sizes) for p in placements.values())
+    sizes = job.devices.sizes
+    cut = [p.name for p in placements.values() if rules.copies(p, sizes) < job.mesh.size]
+    held = sum(rules.bytes_per_device(p, sizes) for p in placements.values())
     findings.append(
       f"{strategy}: {rules.size_text(held)} of parameters on each device. "
       + (f"Sharded: {', '.join(cut)}." if cut else "Every parameter is replicated on every device.")
@@ -64,10 +64,6 @@ def _layouts(jobs) -> Shown:
       title = f"{strategy}: {name}"
       pictures.append(picture(placements[name].shape, sharding, title=title, dims=dims))
   return Shown(findings, pictures)
-
-
-def _is_cut(placement: Placement, job: Job) -> bool:
-  return rules.copies(placement, job.devices.sizes) < job.mesh.size
 
 
 def training(strategies=STRATEGIES, steps=10):

@@ -3,16 +3,13 @@
 import functools
 
 from processes.coordination import NotTogetherError
-from tests.helpers.jobs import make_job
 from tests.processes.stores import groups_of, together
 from training.splits import sharing
 
 
 def test_what_each_has_found_comes_to_all_in_their_order():
-  job = make_job("single", "mlp")
-
   def twice(group):
-    shares = sharing(job, group)
+    shares = sharing(60, group)
     return [shares.gather({"found": [group.index, time]}) for time in (1, 2)]
 
   found = together(*(functools.partial(twice, group) for group in groups_of(3)))
@@ -20,8 +17,7 @@ def test_what_each_has_found_comes_to_all_in_their_order():
 
 
 def test_one_that_has_not_come_is_named():
-  job = make_job("single", "mlp", **{"processes.start_timeout_seconds": 1})
   first, _, third = groups_of(3)
-  for error in together(*(lambda g=g: sharing(job, g).gather({}) for g in (first, third))):
+  for error in together(*(lambda g=g: sharing(1, g).gather({}) for g in (first, third))):
     assert isinstance(error, NotTogetherError)
     assert str(error) == "process 1 of 3 has not reached 'reading all rows' within 1 s"

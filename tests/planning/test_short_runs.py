@@ -77,10 +77,12 @@ class _Program:
 
 
 def test_batches_are_valid():
-  tokens = search.example(make_job("dp8", "lm"))
+  tokens, classes = (
+    search.example(job.batch, job.config.model)
+    for job in (make_job("dp8", "lm"), make_job("dp8", "mlp"))
+  )
   assert tokens["tokens"].max() < 61  # the vocabulary
   assert (tokens["weights"] == 1).all()
   assert (tokens["segments"] == 0).all()
-  classes = search.example(make_job("dp8", "mlp"))
   assert classes["targets"].max() < 10
   assert np.abs(classes["inputs"]).max() > 0.1

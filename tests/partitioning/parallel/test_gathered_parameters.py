@@ -88,11 +88,17 @@ def test_auto_follows_the_memory():
 def test_it_says_how_gradients_are_reduced():
   job, rows = make_job("single", "lm", **MESH), "gradients of 8 microbatches: reduced "
   assert job.config.training.microbatches == 8
-  assert layout_text.reduction_text(job) == f"{rows}once per step over data and fsdp"
+  assert (
+    layout_text.reduction_text(job.program, job.devices.sizes)
+    == f"{rows}once per step over data and fsdp"
+  )
   keys = {**MESH, "training.gradient_reduction": "microbatch"}
   job = make_job("single", "lm", **keys)
   assert job.program.gathered is None
-  assert layout_text.reduction_text(job) == f"{rows}after each microbatch over all axes"
+  assert (
+    layout_text.reduction_text(job.program, job.devices.sizes)
+    == f"{rows}after each microbatch over all axes"
+  )
   with pytest.raises(ValueError, match="gradient_reduction='microbatch'"):
     make_job("single", "lm", **keys, **{"training.pipeline_gather": "step"})
 
