@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from etils import epath
@@ -110,15 +110,16 @@ class RunReport(Observer):
       versions=provenance.versions(),
     )
 
-  def compiled(self, step: int, program: Any) -> None:
+  def compiled(self, step: int, program: Any, rows: Sequence[collectives.Row]) -> None:
     """Records the collectives of the step, and what the planner predicts for it."""
     if not self._writes:
       return
     from planning import prediction  # as layout_page
 
-    rows = collectives.summarize(collectives.collectives(program.as_text(), self._job.mesh))
+    platform, constants = self._job.devices.platform, self._job.config.planning.constants
     try:
-      predicted = dataclasses.asdict(prediction.of_program(self._job, program))
+      found = prediction.of_program(program, self._job.mesh, platform, constants)
+      predicted = dataclasses.asdict(found)
     except Exception as error:  # of whatever hardware; a run does not depend on it
       predicted = {"missing": str(error)}
     self._history.add(

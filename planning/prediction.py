@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from planning import aot, step_time
@@ -10,7 +11,6 @@ from planning.topology import of_devices, parse
 from runtime import hlo
 from runtime.chips import overridden
 from runtime.collectives import collectives
-from training.setup import Job
 
 # How accurate plans are known to be: what docs/plan.md measures, in sentences.
 #
@@ -135,30 +135,32 @@ class Prediction:
   accuracy: str
 
 
-def of_program(job: Job, program: Any) -> Prediction:
+def of_program(program: Any, mesh: Mesh, platform: str, constants: str = "") -> Prediction:
   """Returns the prediction for a compiled step.
 
   Args:
-    job: whose step it is.
-    program: a `jax.stages.Compiled`.
+    program: the step, a `jax.stages.Compiled`.
+    mesh: that it is compiled for.
+    platform: of its devices.
+    constants: `planning.constants`.
 
   Raises:
     ValueError: no constants are known for the devices.
   """
-  chips, rates = overridden(job.config.planning.constants)
-  topology = parse(of_devices(list(job.mesh.devices.flat)), chips)
+  chips, rates = overridden(constants)
+  topology = parse(of_devices(list(mesh.devices.flat)), chips)
   text = program.as_text()
   compiled = hlo.parse(text)
   times = step_time.times(
     compiled,
-    collectives(text, job.mesh),
-    aot.places(job.mesh, topology),
+    collectives(text, mesh),
+    aot.places(mesh, topology),
     topology.chip,
     rates,
     step_time.host_transfers(compiled),
   )
-  name = class_of(topology.platform, job.config, compiled=True)
-  peak, _ = aot.memory_of(program, job.devices.platform)
+  name = f"{topology.platform.upper()}, compiled"
+  peak, _ = aot.memory_of(program, platform)
   return Prediction(
     topology.name,
     range_of(times.step, name, rates.spread),

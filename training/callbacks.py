@@ -4,9 +4,10 @@ A config file registers a callback in CALLBACKS, and `training.callbacks` names 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from runtime import collectives
 from runtime.extensions import Table, error_text
 
 
@@ -94,8 +95,8 @@ class Observer:
   Methods may hold collectives. What they raise ends the run.
   """
 
-  def compiled(self, step: int, program: Any) -> None:
-    """The train step is compiled, as a `jax.stages.Compiled`; `step` steps are done."""
+  def compiled(self, step: int, program: Any, rows: Sequence[collectives.Row]) -> None:
+    """The train step is compiled: `jax.stages.Compiled`, its collectives; `step` steps are done."""
 
   def evaluated(self, step: int, state: Any) -> None:
     """The state after a step is evaluated, and the result is in `metrics.jsonl`."""

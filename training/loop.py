@@ -136,7 +136,7 @@ class Run:
     job, workdir, config = start.job, start.workdir, start.job.config
     self._job, self._config, self._data, self._start = job, config, data, start
     self._workdir, self._watch, self._started = workdir, watch, started
-    self._callbacks, self._due, self._observer = called, Due(config), observer
+    self._callbacks, self._due, self._observer = called, Due.of(config), observer
     self._saver = Saver(start, resume_policy.plain(config), watch, observer.saved)
     self._bad_steps = BadSteps(config.training, config.data, start.known, start.step)
     every = config.metrics.every_steps, config.evaluation.every_steps
@@ -203,7 +203,8 @@ class Run:
     job = self._job
     self._watch.at("compiling", STARTING)
     self._goodput.switch("compile")
-    table = self._train_steps.compile(self.done)
+    rows = self._train_steps.compile(self.done)
+    table = collectives.format_summary(rows)
     workdir_files.add_collectives(self._workdir, table, self._start.owner.require)
     with Waiting("compiling the evaluation step").show():
       evaluation = job.compile_eval_step().function
@@ -213,7 +214,7 @@ class Run:
       job, self._data.evaluation, evaluation, self._watch, self._lockstep, shown
     )
     self._replicas = ReplicaCheck(job)
-    self._observer.compiled(self.done, self._train_steps.last)
+    self._observer.compiled(self.done, self._train_steps.last, rows)
 
   def catch_up(self) -> None:
     """Evaluates the restored step if the run was killed or stopped before its evaluation."""
@@ -423,40 +424,55 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Due:
-  """The schedules of a config.
+  """After which steps a run logs, evaluates and saves.
 
   Attributes:
-    config: finalized.
+    last: the number of steps.
+    metrics_every: steps between logged metrics; 0, here and below: only at the ends.
+    evaluation_every: steps between evaluations.
+    save_every: steps between saves.
+    saves_evaluated: whether each evaluated state is saved, since the best ones are kept.
+    batches: that an evaluation takes; 0: all.
+    final_batches: that the last evaluation takes.
   """
 
-  config: ConfigDict
+  last: int
+  metrics_every: int
+  evaluation_every: int
+  save_every: int
+  saves_evaluated: bool
+  batches: int
+  final_batches: int
 
-  def is_last(self, step: int) -> bool:
-    """Returns whether a step is the run's last."""
-    return step == self.config.training.steps
+  @classmethod
+  def of(cls, config: ConfigDict) -> "Due":
+    """Returns the schedules of a finalized config."""
+    keys, checkpoint = config.evaluation, config.checkpoint
+    return cls(
+      *(config.training.steps, config.metrics.every_steps, keys.every_steps),
+      *(checkpoint.every_steps, bool(checkpoint.keep_best), keys.steps, keys.final_steps),
+    )
 
   def metrics(self, step: int) -> bool:
     """Returns whether the metrics of a step are logged: also the first's and the last's."""
-    return step == 1 or _every(self.config.metrics.every_steps, step) or self.is_last(step)
+    return step in (1, self.last) or _every(self.metrics_every, step)
 
   def evaluation(self, step: int) -> bool:
     """Returns whether the state after a step is evaluated."""
-    return self.is_last(step) or _every(self.config.evaluation.every_steps, step)
+    return step == self.last or _every(self.evaluation_every, step)
 
   def evaluation_batches(self, step: int) -> dict[str, int]:
     """Returns how many batches an evaluation takes, and one by which checkpoints are ranked."""
-    keys = self.config.evaluation
     return {
-      "steps": keys.final_steps if self.is_last(step) else keys.steps,
-      "ranking_steps": keys.steps if keys.every_steps else 0,
+      "steps": self.final_batches if step == self.last else self.batches,
+      "ranking_steps": self.batches if self.evaluation_every else 0,
     }
 
   def save(self, step: int) -> bool:
     """Returns whether the state after a step is saved."""
-    keys = self.config.checkpoint
-    if self.is_last(step) or _every(keys.every_steps, step):
+    if step == self.last or _every(self.save_every, step):
       return True
-    return self.evaluation(step) and bool(keys.keep_best)
+    return self.evaluation(step) and self.saves_evaluated
 
 
 def _every(steps: int, step: int) -> bool:
@@ -476,8 +492,8 @@ class TrainSteps:
     self._compiled: dict[Shape, Callable] = {}
     self.last: Callable | None = None
 
-  def compile(self, done: int) -> str:
-    """Compiles for the steps after the first `done`; returns the table of the last's collectives.
+  def compile(self, done: int) -> list[collectives.Row]:
+    """Compiles for the steps after the first `done`; returns the last one's collectives.
 
     All before the first of them, so that a shape which needs too much memory fails at once.
     """
@@ -489,7 +505,7 @@ class TrainSteps:
     self.last = self._compile(last, alone=not early)
     rows = collectives.summarize(collectives.collectives(self.last.as_text(), self._mesh))
     say_wrapped(collectives.short_summary(rows))
-    return collectives.format_summary(rows)
+    return rows
 
   def has(self, done: int) -> bool:
     """Returns whether the step after the first `done` is compiled."""

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 
 from planning import aot, plan, prediction
@@ -11,7 +12,7 @@ from tests.helpers.jobs import make_job
 
 def test_it_is_what_a_plan_says(monkeypatch):
   job = make_job("dp4_tp2", "mlp")
-  found = prediction.of_program(job, job.compile_train_step().function)
+  found = prediction.of_program(job.compile_train_step().function, job.mesh, "cpu")
   here = aot.Here(tuple(jax.devices()))
   monkeypatch.setattr(aot, "prepare", lambda *arguments: job)
   expected = plan.make(job.config, "cpu:8", here=here)
@@ -38,9 +39,6 @@ def test_unknown_devices_are_refused():
     platform = "gpu"
     device_kind = "Z9000"
 
-  job = make_job("single", "mlp")
-  devices = type("", (), {"flat": [Device()]})()
-  other = dataclasses.replace(job, devices=job.devices)
-  object.__setattr__(other, "mesh", type("", (), {"devices": devices})())
+  mesh = type("", (), {"devices": np.array([Device()])})()
   with pytest.raises(ValueError, match="no constants are known for 'Z9000'"):
-    prediction.of_program(other, None)
+    prediction.of_program(None, mesh, "gpu")

@@ -17,7 +17,7 @@ def due(**keys):
   for key, value in keys.items():
     section, name = key.split("__")
     config[section][name] = value
-  return Due(ConfigDict(config))
+  return Due.of(ConfigDict(config))
 
 
 def steps(is_due):
