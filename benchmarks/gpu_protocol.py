@@ -1,8 +1,8 @@
-"""What both sides of benchmarks/gpu.py share: the description of a run, its batches, names, lines of JSON.
+"""What both sides of benchmarks/gpu.py share: a description, its batches, names, lines of JSON.
 
-A side is a process. It reads the description, a line of JSON on its standard input, and answers each line
-`{"steps": N}` with the seconds of N steps and the last loss, and `{"facts": true}` with versions
-and sizes. This module imports NumPy alone: the sides run in processes with different libraries.
+A side is a process. It reads the description, a line of JSON on its standard input, and answers
+each line `{"steps": N}` with the seconds of N steps and the last loss, and `{"facts": true}` with
+versions and sizes. This module imports NumPy alone: the sides have different libraries.
 
 The description:
   family: gpt2 or llama.

@@ -19,9 +19,8 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from commands import build as building
-from commands import run_report
 from commands import train as verb
-from inference.request import TEMPERATURE, TOP_K, Request, first_words, text_spec
+from inference.request import TEMPERATURE, TOP_K, Request, text_spec
 from inference.sampler import Sampler
 from partitioning.mesh_sizes import product_text, resolve_sizes
 from processes.coordination import current
@@ -148,8 +147,7 @@ def train(job: Job, workdir: str | epath.Path, callbacks: Sequence[Callback] = (
         end = loop.End(start.state, stopped=False)
       else:
         named = {f"callback {number}": one for number, one in enumerate(callbacks, 1)}
-        wanted = first_words(job.config, data.evaluation.source)
-        report = run_report.of(start, wanted)
+        report = verb.report_of(start, verb.wanted_sample(job, data))
         try:
           end = loop.train(data, start, watch, started=began, more_callbacks=named, observer=report)
         except Exception as error:

@@ -7,13 +7,14 @@ import jax
 from etils import epath, epy
 
 from input_pipeline.source import Source
-from interop import hf_folder
 from processes.coordination import current
 from training.checkpointing import restore
 from training.setup import Job
 
 with epy.lazy_imports():  # which a single process does not need
   from processes import preflight
+with epy.lazy_imports():  # of runs with a model folder
+  from interop import hf_folder
 
 
 def about_to_run(
@@ -51,7 +52,7 @@ def about_to_run(
     folder = hf_folder.local(job.config.model.folder, "model.folder")
     facts["config.json of model.folder"] = hf_folder.digest(folder)
   source = job.config.checkpoint.initialize_from
-  if writes and not facts["checkpoints"] and hf_folder.is_model(source):
+  if writes and source and not facts["checkpoints"] and hf_folder.is_model(source):
     from interop import read_weights  # of runs that begin with a model folder alone
 
     folder = hf_folder.local(source, "checkpoint.initialize_from", weights=True)

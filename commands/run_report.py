@@ -26,7 +26,6 @@ from training.bad_steps import BadStepError
 from training.callbacks import Observer
 from training.history import History
 from training.metrics.console import warn
-from training.restore import Start
 from training.setup import Job
 from training.state import State
 
@@ -34,27 +33,10 @@ LONGEST_SECONDS = 60.0  # that the end of a run waits for its page
 STOPPED_SECONDS = 10.0  # after a stop, which may be followed by a kill
 
 
-def of(start: Start, wanted: Request | None, *, command: str = "") -> "RunReport":
-  """Returns the report of a run that begins; without `metrics.report` it does nothing.
-
-  Args:
-    start: where it starts.
-    wanted: what it samples at each evaluation; None for nothing.
-    command: the command line; "" of a notebook.
-  """
-  on = start.job.config.metrics.report
-  report = RunReport(start.job, start.workdir, start.owner.require, wanted, on=on)
-  report.begin(start.step, command)
-  return report
-
-
 class RunReport(Observer):
   """Records what happens to a run, draws samples, and has the page rewritten.
 
   Sampling runs on all processes; the rest on process 0.
-
-  Attributes:
-    sampler: compiled for `evaluation.sample_tokens`; None before the first sample.
   """
 
   def __init__(
@@ -63,8 +45,6 @@ class RunReport(Observer):
     workdir: epath.Path,
     require: Callable[[], None],
     wanted: Request | None,
-    *,
-    on: bool,
   ):
     """Writes nothing yet.
 
@@ -72,19 +52,17 @@ class RunReport(Observer):
       job: of the run.
       workdir: the run's folder.
       require: raises where the run may write no longer.
-      wanted: what is sampled at each evaluation.
-      on: whether it does anything.
+      wanted: what is sampled at each evaluation; None for nothing.
     """
     self._job, self._workdir, self._require = job, workdir, require
-    self._on, self._writes = on, on and coordination.current().first
+    self._writes = coordination.current().first
     self._history = History(workdir, require)
     self._page = PageWriter(workdir, history.REPORT, require, warn)
-    self._request = wanted if on else None
-    self._step = 0
-    self.sampler: Any = None
+    self._request = wanted
+    self._step, self.sampler = 0, None
 
   def begin(self, step: int, command: str) -> None:
-    """Records a start, and the layout; `step` steps are done."""
+    """Records a start, by a command line ("" of a notebook), and the layout."""
     self._step = step
     if not self._writes:
       return

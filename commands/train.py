@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 
 from etils import epath, epy
 
-from commands import build, flags, preflight_facts, run_report
+from commands import build, flags, preflight_facts
 from configs.schema import optimizer_checks
-from inference import request
 from partitioning.mesh_sizes import mesh_text
 from processes import coordination as groups
 from processes.watchdog import DONE, Watchdog
@@ -18,7 +17,6 @@ from reports import layout_text
 from runtime import exit_codes, extensions, files
 from runtime.printable import printable
 from training import (
-  base_parameters,
   history,
   loop,
   restore,
@@ -28,14 +26,16 @@ from training import (
   workdir_files,
 )
 from training.bad_steps import TrainingStoppedError
-from training.callbacks import CallbackError
+from training.callbacks import CallbackError, Observer
 from training.checkpointing import resume_policy
 from training.checkpointing.async_writer import SaveError
 from training.metrics import goodput, sinks
 from training.metrics.console import say, say_wrapped
 
-with epy.lazy_imports():  # what is said at the end
-  from commands import closing
+with epy.lazy_imports():  # what is said at the end, and what only some runs begin with or show
+  from commands import closing, run_report
+  from inference import request
+  from training import base_parameters
 
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
@@ -70,8 +70,9 @@ def open_run(
   sinks.require_packages(ready.config.metrics)
   data = splits.open_data(ready)
   # After the vocabulary of the data, whose refusal says more.
-  request.first_words(ready.config, data.evaluation.source)
-  base_parameters.ParameterReader(ready).check_model_folder(workdir)
+  wanted_sample(ready, data)
+  if ready.config.checkpoint.initialize_from:
+    base_parameters.ParameterReader(ready).check_model_folder(workdir)
   checkpoints = restore.RunCheckpoints(ready, workdir)
   keys, room = ready.config.processes, checkpoints.require_room
   with workdir_files.owned(workdir, keys, watch, room) as owner:
@@ -105,8 +106,8 @@ def _run(data: splits.Data, start: restore.Start, watch: Watchdog) -> int:
       "raise training.steps; to score the model, run `evaluate`"
     )
     return exit_codes.DONE
-  wanted = request.first_words(ready.config, data.evaluation.source)
-  report = run_report.of(start, wanted, command=flags.command_line())
+  wanted = wanted_sample(ready, data)
+  report = report_of(start, wanted, command=flags.command_line())
   try:
     end = loop.train(data, start, watch, started=goodput.process_started(), observer=report)
   except (TrainingStoppedError, SaveError, CallbackError) as error:
@@ -134,6 +135,24 @@ def _run(data: splits.Data, start: restore.Start, watch: Watchdog) -> int:
   closing.next_commands(ready, workdir, samples=wanted is not None)
   report.end()
   return exit_codes.DONE
+
+
+def wanted_sample(ready: setup.Job, data: splits.Data) -> "request.Request | None":
+  """Returns what a run samples, see `first_words`; None without `evaluation.sample_tokens`."""
+  if not ready.config.evaluation.sample_tokens:
+    return None
+  return request.first_words(ready.config, data.evaluation.source)
+
+
+def report_of(
+  start: restore.Start, wanted: "request.Request | None", *, command: str = ""
+) -> Observer:
+  """Returns the report of a run that begins, and samples what is wanted at each evaluation."""
+  if not start.job.config.metrics.report:
+    return Observer()
+  report = run_report.RunReport(start.job, start.workdir, start.owner.require, wanted)
+  report.begin(start.step, command)
+  return report
 
 
 def finished(start: restore.Start) -> bool:

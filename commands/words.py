@@ -13,13 +13,15 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from absl import flags
-from etils import epath
+from etils import epath, epy
 
 from commands import config_flag
 from commands.verbs import VERBS
-from interop import hf_folder
 from runtime import files
 from runtime.suggest import nearest
+
+with epy.lazy_imports():  # of runs with a model folder
+  from interop import hf_folder
 
 HELP = "help"
 HELP_WORDS = (

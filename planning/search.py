@@ -463,10 +463,8 @@ def _near(jobs: Sequence[Job], runs: Sequence[Run]) -> list[int]:
 
 def _timed(job: Job, step: Callable[..., Any]) -> float:
   """Returns the seconds of the fastest of some steps."""
-  state, batch = (
-    job.initial_state(),
-    jax.device_put(example(job.batch, job.config.model), job.batch_shardings),
-  )
+  batch = jax.device_put(example(job.batch, job.config.model), job.batch_shardings)
+  state = job.initial_state()
   state, _ = jax.block_until_ready(step(state, batch))  # the first one also allocates
   seconds: list[float] = []
   while len(seconds) < STEPS or (sum(seconds) < LEAST_SECONDS and len(seconds) < MOST_STEPS):

@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from partitioning import rules
+from partitioning.parallel.pipeline_schedule import Schedule
 from partitioning.rules import (
   HOST,
   Legend,
@@ -24,7 +25,6 @@ from partitioning.rules import (
 from reports import drawings
 from runtime.rematerialization import OFFLOAD, RECOMPUTE, SAVE
 from training import compiler_options, gradients, named_activations
-from training.gradients import Schedule
 from training.named_activations import Named
 from training.optimizers.build import matrix_groups
 from training.optimizers.spec import optimizer_spec

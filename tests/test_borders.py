@@ -25,16 +25,12 @@ COMMAND = ("--config=configs/dp4_tp2.py", "--config.metrics.report=False")
 COMMAND += ("--config.evaluation.sample_tokens=0",)
 OURS = {
   *("main", "commands", "configs", "models", "partitioning", "input_pipeline", "training"),
-  *("processes", "runtime", "interop", "reports", "inference"),
+  *("processes", "runtime", "reports"),
 }
 # Of packages whose work is something else: package -> all that the start of a run takes of it.
 SMALL = {
-  # Whether a location is a model folder.
-  "interop": {"hf_folder"},
   # The layout that the start prints and writes to layout.txt.
   "reports": {"drawings", "grid", "layout_text"},
-  # What the sample at the end asks for is checked before the start.
-  "inference": {"request"},
 }
 # What only some configs need.
 OPTIONAL = {
@@ -42,7 +38,7 @@ OPTIONAL = {
   "models.latent_attention",
   "partitioning.parallel.expert_exchange",
   "partitioning.parallel.pipeline",
-  "training.parity",
+  *("commands.run_report", "training.base_parameters", "training.parity"),
   *("input_pipeline.tfds", "input_pipeline.mixture", "input_pipeline.text.preparation"),
   *("input_pipeline.text.worker", "input_pipeline.text.documents"),
   *("input_pipeline.text.conversations", "input_pipeline.text.chat_documents"),

@@ -20,16 +20,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from interop import hf_folder
 from models import model_spec
 from partitioning.rules import named_leaves
-from processes.coordination import current
-from runtime.printable import printable
 from training.checkpointing import integrity, restore
-from training.checkpointing.consensus import Together
 from training.checkpointing.integrity import Verified
 from training.replica_check import content_digests
 from training.setup import Job
 from training.state import State, merged
 
-RECORD = "base"  # of a checkpoint's record
 ADAPTERS = "*/lora_*"  # their names
 _PREFIX = f"{restore.PARAMETERS}/"
 _KEY = "checkpoint.initialize_from"
@@ -55,7 +51,7 @@ class Base:
   @classmethod
   def of(cls, record: Mapping[str, Any]) -> "Base | None":
     """Returns what a checkpoint's record says; None where the checkpoint has all parameters."""
-    return cls(**record[RECORD]) if RECORD in record else None
+    return cls(**record[restore.BASE]) if restore.BASE in record else None
 
   @classmethod
   def of_step(cls, location: str, step: int) -> "Base | None":
@@ -65,7 +61,7 @@ class Base:
 
   def record(self) -> dict[str, Any]:
     """Returns its part of a checkpoint's record."""
-    return {RECORD: dataclasses.asdict(self)}
+    return {restore.BASE: dataclasses.asdict(self)}
 
   @property
   def location(self) -> str:
@@ -85,18 +81,9 @@ class ParameterReader:
   job: Job
 
   @property
-  def consensus(self) -> Together:
-    """Returns the consensus of the run's processes about checkpoints."""
-    return Together(current(), timeout_seconds=self.job.config.processes.start_timeout_seconds)
-
-  @property
   def adapters(self) -> list[str]:
     """Returns the names of the adapters, which another run need not have."""
     return fnmatch.filter(named_leaves(self.job.state.params), ADAPTERS)
-
-  def trained_part(self, state: State) -> dict[str, Any]:
-    """Returns a state, or an abstract one, without the parameters that no step changes."""
-    return {**vars(state), restore.PARAMETERS: self.job.program.changing(state.params)[0]}
 
   def found_at_start(self, folder: epath.PathLike, step: int | None, state: State) -> Base | None:
     """Returns the base of a new run; None if the run trains all parameters, and saves them.
@@ -259,15 +246,15 @@ class ParameterReader:
         path,
         {restore.PARAMETERS: restore.nested(expected)},
         branches=(restore.PARAMETERS,),
-        together=self.consensus,
+        together=self.job.consensus,
         verified=verified,
         compared=True,
       )
       return verified, named_leaves(tree[restore.PARAMETERS])
 
-    found = restore.restore_first(folder, chosen, read_step, self.consensus)
+    found = restore.restore_first(folder, chosen, read_step, self.job.consensus)
     for line in found.warnings(folder, "nothing is changed"):
-      warn(line)
+      restore.warn_once(line)
     verified, arrays = found.tree
     rest = {name: x for name, x in wanted.items() if name not in arrays}
     if rest and (base := Base.of(verified.record)) is not None:
@@ -339,7 +326,7 @@ class ParameterReader:
       spec = model_spec(self.job.config)
       source = read_weights.open_folder(where, spec, _KEY)
       for line in read_weights.differing_keys(spec, source.described):
-        warn(f"WARNING: {line}")
+        restore.warn_once(f"WARNING: {line}")
 
   def require_same_adapters(
     self, checkpoint: Verified, keys: Collection[str] = ("rank", "targets", "alpha", "rs")
@@ -363,9 +350,3 @@ def _as_wanted(stored: Any, wanted: Any) -> Any:
   if wanted is not None and "bfloat16" in kinds and all("float" in kind for kind in kinds):
     return jax.ShapeDtypeStruct(stored.shape, wanted.dtype)
   return stored
-
-
-def warn(text: str) -> None:
-  """Prints a warning, for all processes once."""
-  if current().first:
-    restore.warn(printable(text))

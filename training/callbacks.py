@@ -5,10 +5,12 @@ A config file registers a callback in CALLBACKS, and `training.callbacks` names 
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from runtime import collectives
 from runtime.extensions import Table, error_text
+
+if TYPE_CHECKING:  # configs name callbacks, and are read without JAX
+  from runtime.collectives import Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +95,14 @@ class Observer:
   """Is called by a run on every process alike; this one ignores everything.
 
   Methods may hold collectives. What they raise ends the run.
+
+  Attributes:
+    sampler: compiled for `evaluation.sample_tokens`, once a sample was drawn.
   """
 
-  def compiled(self, step: int, program: Any, rows: Sequence[collectives.Row]) -> None:
+  sampler: Any = None
+
+  def compiled(self, step: int, program: Any, rows: "Sequence[Row]") -> None:
     """The train step is compiled: `jax.stages.Compiled`, its collectives; `step` steps are done."""
 
   def evaluated(self, step: int, state: Any) -> None:
@@ -106,3 +113,12 @@ class Observer:
 
   def rolled_back(self, step: int) -> None:
     """Training has gone back to a step, and the line about it is in `metrics.jsonl`."""
+
+  def sampled(self, drawn: bytes) -> None:
+    """The newest state that was evaluated has continued a prompt."""
+
+  def end(self, *, stopped: bool = False) -> None:
+    """The run ends, having done its steps or stopped."""
+
+  def failed(self, error: Exception) -> None:
+    """An error ends the run."""

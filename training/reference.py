@@ -23,8 +23,7 @@ from partitioning.rules import named_leaves
 from processes.coordination import Lockstep, current
 from processes.watchdog import STARTING, Watchdog
 from runtime import files
-from training import restore
-from training.base_parameters import ParameterReader
+from training import base_parameters, restore
 from training.checkpointing import restore as checkpoints
 from training.metrics.console import say
 from training.setup import Job
@@ -128,7 +127,7 @@ class _Reference:
     path, found = self._folder / _PARAMETERS, ""
     if path.exists():
       found = str(files.read_json(path).get("digest", ""))
-    return json.loads(ParameterReader(self._job).consensus.from_first(json.dumps(found)))
+    return json.loads(self._job.consensus.from_first(json.dumps(found)))
 
   def _stored(self, source: Source) -> np.ndarray | None:
     """Returns float32 [rows, 2] of a split; None where all processes are to compute it."""
@@ -149,7 +148,7 @@ class _Reference:
     """
     if self._params is None:
       self._params = restore.first_state(self._job)[0].params
-    digest = ParameterReader(self._job).digest(named_leaves(self._params))
+    digest = base_parameters.ParameterReader(self._job).digest(named_leaves(self._params))
     if self._digest and self._digest != digest:
       raise ValueError(
         f"checkpoint.initialize_from={self._job.config.checkpoint.initialize_from!r} has other "

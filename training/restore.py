@@ -3,14 +3,13 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from etils import epath
+from etils import epath, epy
 from ml_collections import ConfigDict
 
 from input_pipeline.source import Source
-from interop import hf_folder
 from partitioning.rules import named_leaves
 from processes.coordination import current
 from processes.workdir_lease import Ownership
@@ -19,24 +18,30 @@ from runtime.forms import ANY, COUNT, NUMBER, TEXT, Each, Exactly, Kind, OrNull,
 from runtime.provenance import code_files, versions
 from training import (
   averages,
-  base_parameters,
   run_tokenizer,
   schedules,
   splits,
   workdir_files,
 )
 from training import bad_steps as rollback
-from training.base_parameters import Base, ParameterReader
 from training.checkpointing import integrity, resume_policy
 from training.checkpointing import restore as checkpoint_restore
 from training.checkpointing.checkpointer import Checkpointer
 from training.checkpointing.integrity import Verified
-from training.checkpointing.restore import FOLDER, PARAMETERS, VARIABLES
+from training.checkpointing.restore import BASE, FOLDER, PARAMETERS, VARIABLES, warn_once
 from training.metrics import log_lines
 from training.metrics.console import Waiting
 from training.metrics.writer import evaluated
 from training.setup import Job
 from training.state import State, merged, split
+from training.step import Program
+
+if TYPE_CHECKING:
+  from training.base_parameters import Base, ParameterReader
+
+with epy.lazy_imports():  # of runs whose parameters are in part or at first elsewhere
+  from interop import hf_folder
+  from training import base_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Start:
   origin: str
   known: dict[str, Any]
   owner: Ownership = dataclasses.field(default_factory=Ownership)
-  base: Base | None = None
+  base: "Base | None" = None
 
   @property
   def job(self) -> Job:
@@ -107,7 +112,7 @@ class Start:
     """
     checkpointer, abstract = self.checkpointer, self.saved_part(self.job.placed_state)
     # All use the list of one process: another may still see a step that is being removed.
-    steps = self.checkpoints.reader.consensus.from_first(json.dumps(checkpointer.steps()))
+    steps = self.job.consensus.from_first(json.dumps(checkpointer.steps()))
     # The bad step itself is saved if a stop interrupted the evaluation that finds it bad.
     saved = [step for step in json.loads(steps) if step < bad_step]
     step, record = bad_steps.target(bad_step, saved), {}
@@ -118,7 +123,7 @@ class Start:
       try:
         found, tree = checkpointer.restore_verified(abstract, step=step)
       except ValueError as error:  # then the newest that can be read
-        base_parameters.warn(f"WARNING: {error}")
+        warn_once(f"WARNING: {error}")
         checkpointer.remove_after(bad_step - 1)
         found, tree = checkpointer.restore_verified(abstract)
       params = merged(tree[PARAMETERS], frozen)
@@ -184,9 +189,9 @@ class RunCheckpoints:
     return self.workdir / FOLDER
 
   @property
-  def reader(self) -> ParameterReader:
+  def reader(self) -> "ParameterReader":
     """Returns what reads parameters of the run from elsewhere."""
-    return ParameterReader(self.job)
+    return base_parameters.ParameterReader(self.job)
 
   def check_resume(
     self, source: Source, accept: Sequence[str] = ()
@@ -217,7 +222,7 @@ class RunCheckpoints:
     verify = self.job.config.checkpoint.verify
     with Checkpointer(self.folder, read_only=True, verify=verify) as checkpoints:
       newest = checkpoints.verified()
-    self.require_room(part=Base.of(_record(newest)) is not None)
+    self.require_room(part=BASE in _record(newest))
     return self._require_same_run(record, newest, accept), newest
 
   def _record_of(self, source: Source) -> dict[str, Any]:
@@ -272,9 +277,9 @@ class RunCheckpoints:
       keep=keys.keep,
       keep_every_steps=keys.keep_every_steps,
       keep_best=keys.keep_best,
-      warn=base_parameters.warn,
+      warn=warn_once,
       verify=keys.verify,
-      together=self.reader.consensus,
+      together=self.job.consensus,
       owner=owner,
       writes_later=True,
       tokenizer=run_tokenizer.contents(self.job.config.data, self.job.config.model),
@@ -297,7 +302,7 @@ class RunCheckpoints:
 
   def _restored(
     self, checkpointer: Checkpointer, known: Verified, step: int | None = None
-  ) -> tuple[Verified, State, Base | None]:
+  ) -> tuple[Verified, State, "Base | None"]:
     """Returns a checkpoint, its state, placed as the job's, and the base of what it has not saved.
 
     Args:
@@ -305,7 +310,7 @@ class RunCheckpoints:
       known: a checkpoint that has been compared.
       step: which; None: the newest that can be read.
     """
-    base = Base.of(_record(known))
+    base = base_parameters.Base.of(_record(known))
     with Waiting("restoring the checkpoint").show():
       saved = self.saved_part(self.job.placed_state, base)
       found, tree = checkpointer.restore_verified(saved, step=step, known=known)
@@ -331,7 +336,7 @@ class RunCheckpoints:
     last = self.job.config.training.steps
     if not 1 <= step <= last:
       raise ValueError(f"--step={step}: the steps of the run are 1 to training.steps={last}")
-    together = self.reader.consensus
+    together = self.job.consensus
     # All use the list of one process: a live owner of the workdir may be removing a step.
     there = json.loads(together.from_first(json.dumps(checkpoint_restore.steps(self.folder))))
     if not there:
@@ -341,21 +346,21 @@ class RunCheckpoints:
       return state, 0, {}, origin
     verify = self.job.config.checkpoint.verify
     with Checkpointer(
-      self.folder, read_only=True, verify=verify, warn=base_parameters.warn, together=together
+      self.folder, read_only=True, verify=verify, warn=warn_once, together=together
     ) as checkpoints:
       earlier = [saved for saved in there if saved < step]
       known = checkpoints.verified(earlier[-1] if earlier else there[0])
       self._require_same_run(self._record_of(source), known, accept)
       if not earlier:
-        state, origin, _ = first_state(self.job, Base.of(_record(known)))
+        state, origin, _ = first_state(self.job, base_parameters.Base.of(_record(known)))
         return state, 0, {}, origin
       found, state, _ = self._restored(checkpoints, known, known.step)
     self.job.check_placed(state)
     return state, found.step, _record(found), f"restored {found.path}"
 
-  def saved_part(self, state: State, base: Base | None) -> dict[str, Any]:
+  def saved_part(self, state: State, base: "Base | None") -> dict[str, Any]:
     """Returns the part of a state, or of an abstract one, that a run with this base saves."""
-    return vars(state) if base is None else self.reader.trained_part(state)
+    return vars(state) if base is None else trained_part(self.job.program, state)
 
   def require_room(self, *, part: bool = False) -> None:
     """Checks, without creating anything, that a workdir is writable and has space for a checkpoint.
@@ -366,9 +371,15 @@ class RunCheckpoints:
     Raises:
       OSError: it is not, or has not; with the free and the needed space, and the fix.
     """
-    state = self.reader.trained_part(self.job.state) if part else vars(self.job.state)
+    job = self.job
+    state = trained_part(job.program, job.state) if part else vars(job.state)
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     files.require_space(self.folder, needed, "a checkpoint", "give another --workdir")
+
+
+def trained_part(program: Program, state: State) -> dict[str, Any]:
+  """Returns a state, or an abstract one, without the parameters that no step changes."""
+  return {**vars(state), PARAMETERS: program.changing(state.params)[0]}
 
 
 def _require_same_stages(old: Mapping[str, Any], data: ConfigDict, done: int) -> None:
@@ -392,7 +403,7 @@ def _record(checkpoint: Verified) -> dict[str, Any]:
   return dict(checkpoint.record)
 
 
-def first_state(job: Job, base: Base | None = None) -> tuple[State, str, Base | None]:
+def first_state(job: Job, base: "Base | None" = None) -> tuple[State, str, "Base | None"]:
   """Returns the initial state, a line about where it is from, and its base.
 
   Args:
@@ -401,7 +412,7 @@ def first_state(job: Job, base: Base | None = None) -> tuple[State, str, Base | 
   """
   where = base.location if base else job.config.checkpoint.initialize_from
   if where:
-    return ParameterReader(job).initialized(where)
+    return base_parameters.ParameterReader(job).initialized(where)
   return job.initial_state(), "starts from the first step", None
 
 
@@ -419,7 +430,7 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
   Raises:
     ValueError: no such checkpoint, or one of another model; or its base is missing or another.
   """
-  reader = ParameterReader(job)
+  reader = base_parameters.ParameterReader(job)
   if hf_folder.is_model(location):
     if decay := job.config.evaluation.ema_decay:
       raise ValueError(f"evaluation.ema_decay={decay:g}: {location} is a model without averages")
@@ -431,12 +442,12 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
     state, _, _ = reader.initial_state(location)
     return 0, state.params, state.variables
   folder, step = checkpoint_restore.parse_location(location)
-  verify, together = job.config.checkpoint.verify, reader.consensus
+  verify, together = job.config.checkpoint.verify, job.consensus
   newest = checkpoint_restore.restore_first(
     folder, step, lambda step: integrity.check(folder / str(step), verify), together
   )
-  partial = base_parameters.RECORD in newest.tree.record
-  base = Base.of(_record(newest.tree)) if partial else None
+  partial = BASE in newest.tree.record
+  base = base_parameters.Base.of(_record(newest.tree)) if partial else None
   abstract = vars(job.placed_state)
   tree = {name: abstract[name] for name in (PARAMETERS, VARIABLES)}
   reader.require_same_adapters(newest.tree)
@@ -452,7 +463,7 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
       tree,
       step,
       verify=verify,
-      warn=base_parameters.warn,
+      warn=warn_once,
       together=together,
     )
   params, _ = reader.completed(tree[PARAMETERS], base, str(folder))
@@ -462,7 +473,7 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
   return step, params, tree[VARIABLES]
 
 
-def _average(reader: ParameterReader, path: epath.Path, decay: float) -> dict[str, Any]:
+def _average(reader: "ParameterReader", path: epath.Path, decay: float) -> dict[str, Any]:
   """Returns an average of the trained parameters, from a step's folder, placed as the parameters.
 
   Raises:
@@ -485,7 +496,7 @@ def _average(reader: ParameterReader, path: epath.Path, decay: float) -> dict[st
     tree,
     branches=(branch,),
     verify=reader.job.config.checkpoint.verify,
-    together=reader.consensus,
+    together=reader.job.consensus,
     compared=True,
   )
   return found[branch][averages.FIELD][key]
@@ -530,9 +541,7 @@ RECORD_FORM = {
   "accepted_changes": [Exactly({"step": COUNT, "key": TEXT, "old": ANY, "new": ANY})],
   "metrics": Each(_METRIC),
   "metrics_over": {"data": TEXT, "examples": COUNT},
-  base_parameters.RECORD: Exactly(
-    {"folder": TEXT, "step": OrNull(COUNT), "dtype": TEXT, "digest": TEXT}
-  ),
+  BASE: Exactly({"folder": TEXT, "step": OrNull(COUNT), "dtype": TEXT, "digest": TEXT}),
   rollback.POSITION: _POSITION,
   rollback.RECORD: {
     **_SKIPPED,

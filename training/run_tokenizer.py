@@ -8,15 +8,17 @@ import os
 import pathlib
 from collections.abc import Callable, Mapping
 
-from etils import epath
+from etils import epath, epy
 from ml_collections import ConfigDict
 
 from input_pipeline import catalog
 from input_pipeline.text import tokenizer, tokenizer_files
-from interop import hf_folder
 from runtime import files
 from training.checkpointing import restore
 from training.checkpointing.integrity import TOKENIZER
+
+with epy.lazy_imports():  # of runs with a model folder
+  from interop import hf_folder
 
 # What a file of data.chat_template is called in the copy; the second, if it is JSON.
 TEMPLATES = (tokenizer_files.TEMPLATE_FILE, "chat_template.json")

@@ -21,9 +21,11 @@ from partitioning.constraints import ActivationLayout, activation_layout
 from partitioning.mesh import make_mesh
 from partitioning.rules import DEVICE, Legend, Placement, Table, named_leaves
 from partitioning.verdict import Layout, check_layout
+from processes.coordination import current
 from runtime import chips
 from runtime.devices import Devices, memory_bytes
 from training import compiler_options
+from training.checkpointing.consensus import Together
 from training.gradients import gathered_once, reduced_once_over, schedule_of
 from training.specs import BatchSpec, Resolved, resolve
 from training.state import State, merged, split
@@ -65,6 +67,11 @@ class Job:
   activations: ActivationLayout
   choices: tuple[Any, ...] = ()
   given: ConfigDict | None = None
+
+  @property
+  def consensus(self) -> Together:
+    """Returns the consensus of the run's processes about checkpoints."""
+    return Together(current(), timeout_seconds=self.config.processes.start_timeout_seconds)
 
   @property
   def compiler_defaults(self) -> dict[str, str | bool]:

@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 
+from etils import epy
 from ml_collections import ConfigDict
 
 from configs.keys import table
@@ -27,10 +28,12 @@ from configs.schema import (
 from configs.schema.model_checks import divisors
 from input_pipeline import catalog
 from input_pipeline.text import tokenizer
-from interop import hf_folder
 from runtime.extensions import kind_of_model
 from training.optimizer import optimizer_row
 from training.tasks import TASKS
+
+with epy.lazy_imports():  # of runs with a model folder
+  from interop import hf_folder
 
 
 @dataclasses.dataclass(frozen=True)

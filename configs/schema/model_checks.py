@@ -2,15 +2,18 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from etils import epy
 from ml_collections import ConfigDict
 
 from configs.keys.model import DECODER
 from configs.schema.data_checks import parts
-from interop import hf_folder
 from runtime.extensions import kind_of_model
 from runtime.layer_kinds import sparse_layers
 from runtime.suggest import nearest
 from training.tasks import DPO
+
+with epy.lazy_imports():  # of runs with a model folder
+  from interop import hf_folder
 
 # ------------------------------ attention kernels ------------------------------
 

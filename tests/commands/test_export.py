@@ -18,7 +18,6 @@ from tests.helpers.jobs import make_job
 from tests.interop import folders
 from tests.training.checkpointing import plain
 from training import restore
-from training.base_parameters import ParameterReader
 from training.checkpointing import resume_policy
 from training.checkpointing.checkpointer import Checkpointer
 
@@ -104,7 +103,7 @@ def tuned(tmp_path_factory):
   )
   record = {"versions": {}, "data": {"name": "rows", "rows": ""}, **base.record()}
   with Checkpointer(epath.Path(workdir) / "checkpoints") as checkpoints:
-    part = ParameterReader(job).trained_part(state)
+    part = restore.trained_part(job.program, state)
     checkpoints.save(4, part, config=resume_policy.plain(job.config), record=record)
   return workdir
 

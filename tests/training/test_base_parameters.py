@@ -64,7 +64,7 @@ def save(workdir, state, prepared, base=None):
   tree = vars(state)
   if base is not None:
     record |= base.record()
-    tree = ParameterReader(prepared).trained_part(state)
+    tree = restore.trained_part(prepared.program, state)
   with Checkpointer(epath.Path(workdir) / reading.FOLDER) as checkpoints:
     checkpoints.save(4, tree, config=resume_policy.plain(prepared.config), record=record)
 

@@ -15,13 +15,16 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
+from processes.coordination import current
 from runtime import files
+from runtime.printable import printable
 from training.checkpointing import async_writer, integrity
 from training.checkpointing.consensus import Together, join_reports
 from training.checkpointing.integrity import FULL, STATE, UnreadableError, Verified, one_line
 
 FOLDER = "checkpoints"  # in a workdir
 PARAMETERS, VARIABLES = "params", "variables"  # branches of the state
+BASE = "base"  # of a record: where the parameters are that the checkpoint has not
 _NAMED = 30  # so many arrays stand in a message
 _ARRAY = "/.zarray"  # ends the name of each array in TensorStore's index
 
@@ -29,6 +32,12 @@ _ARRAY = "/.zarray"  # ends the name of each array in TensorStore's index
 def warn(text: str) -> None:
   """Prints a warning to standard error at once."""
   print(text, file=sys.stderr, flush=True)
+
+
+def warn_once(text: str) -> None:
+  """Prints a warning to standard error, for all processes once."""
+  if current().first:
+    warn(printable(text))
 
 
 def parse_location(text: str) -> tuple[epath.Path, int | None]:
