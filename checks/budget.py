@@ -121,19 +121,11 @@ def _where(record: collectives.Collective) -> str:
 
 def _shapes(case: Case, record: collectives.Collective) -> list[list[int]]:
   """Returns the shapes of the arrays that a collective returns."""
-  for computation in _program(case).computations.values():
+  for computation in case.compiled.program.computations.values():
     instruction = computation.instructions.get(record.name)
     if instruction is not None:
       return [_dims(shape) for shape in hlo.elements(instruction.shape) or [instruction.shape]]
   return []
-
-
-def _program(case: Case) -> hlo.Program:
-  # Parsed once for each compiled text.
-  compiled = case.compiled
-  if not hasattr(compiled, "program"):
-    compiled.program = hlo.parse(compiled.text)
-  return compiled.program
 
 
 def _dims(shape: str) -> list[int]:
@@ -149,7 +141,7 @@ def _involuntary(case: Case) -> Iterator[Finding]:
   if not said:
     return
   operations = [re.search(r"operation:? %?([\w.\-]+) = (\w+\[[\d,]*\])", line) for line in said]
-  frames = _program(case).frames
+  frames = case.compiled.program.frames
   places = [_operation_place(line, frames) for line in said]
   named = [f"{one[1]} {one[2]}" if one else "an operation" for one in operations]
   shardings = [re.search(r"from sharding (\{.*?\}) to (\{.*?\})", line) for line in said]
@@ -158,8 +150,6 @@ def _involuntary(case: Case) -> Iterator[Finding]:
     for name, place, cut in zip(named, places, shardings, strict=True)
   )
   yield Finding(
-    "budget",
-    case.name,
     f"the compiler replicates {len(lines)} tensors to change their sharding",
     f"{named[0]} at {places[0] or 'an unknown line'}",
     {"warnings of involuntary full rematerialization": len(said)},
@@ -182,8 +172,6 @@ def _over_budget(case: Case, records) -> Iterator[Finding]:
     if total > most:
       largest = max(ours, key=lambda one: one.bytes * one.count)
       yield Finding(
-        "budget",
-        case.name,
         f"{key} takes more than describe.budget allows",
         _where(largest),
         {"total_bytes": total, "budget_bytes": most, "runs": sum(one.count for one in ours)},
@@ -218,8 +206,6 @@ def _gathered_at_once(case: Case, records, state: _State) -> Iterator[Finding]:
     return
   largest = max(found.values(), key=lambda one: one.bytes)
   yield Finding(
-    "budget",
-    case.name,
     f"the parameters of all {state.leaves[next(iter(found))][0][0]} layers are gathered at once, "
     "before the scan over layers",
     _where(largest),
@@ -232,7 +218,8 @@ def _gathered_at_once(case: Case, records, state: _State) -> Iterator[Finding]:
 
 def _of_parameter(case: Case, name: str) -> bool:
   """Returns whether an instruction of ENTRY only moves an argument of the program."""
-  instructions = _program(case).computations[_program(case).entry].instructions
+  program = case.compiled.program
+  instructions = program.computations[program.entry].instructions
   while name in instructions:
     instruction = instructions[name]
     if instruction.opcode == "parameter":
@@ -280,8 +267,6 @@ def _rows_gathered(case: Case, records, state: _State) -> Iterator[Finding]:
   largest = found[0]
   axes = "+".join(largest.axes)
   yield Finding(
-    "budget",
-    case.name,
     f"activations are gathered over {axes}, which cuts the batch",
     _where(largest),
     {"one_bytes": largest.bytes, "runs": sum(one.count for one in found)}
@@ -294,7 +279,7 @@ def _rows_gathered(case: Case, records, state: _State) -> Iterator[Finding]:
 
 def _not_scattered(case: Case, records, state: _State) -> Iterator[Finding]:
   """Yields a finding for gradients of sharded parameters that are reduced and kept in full."""
-  program, found, scanned = _program(case), {}, _scanned(case)
+  program, found, scanned = case.compiled.program, {}, _scanned(case)
   for one in records:
     if one.kind != "all-reduce" or one.bytes < state.least or _expected(case, one):
       continue
@@ -313,8 +298,6 @@ def _not_scattered(case: Case, records, state: _State) -> Iterator[Finding]:
     return
   largest = max(found.values(), key=lambda one: one.bytes)
   yield Finding(
-    "budget",
-    case.name,
     f"the gradients of {len(found)} sharded leaves are all-reduced, and kept in full everywhere",
     _where(largest),
     {"leaves_bytes": sum(map(state.bytes, found)), "one all-reduce_bytes": largest.bytes},

@@ -19,6 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from checks.program import Description, DescriptionError, Program, text_of
+from runtime import hlo
 
 # jax.experimental.enable_x64 until jax 0.8.
 x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
@@ -120,6 +121,10 @@ class Compiled:
   @functools.cached_property
   def text(self) -> str:
     return self.compiled.as_text()
+
+  @functools.cached_property
+  def program(self) -> hlo.Program:
+    return hlo.parse(self.text)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ in the order of computation is named with its line.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ def check(cases: Sequence[Case]) -> list[Outcome]:
   return [compare(first, reference, bounds, other) for other in others]
 
 
+@functools.cache  # `invariance` asks for it again
 def reference_of(case: Case) -> tuple[Trained, Trained]:
   """Returns a mesh's three steps, and the same with every sum in two halves."""
   wide = allows_float64(case)
@@ -186,8 +188,6 @@ def _initial(first: Case, other: Case):
   apart = [name for name, one in found.items() if not one <= 1e-6]
   if apart:
     yield Finding(
-      "equality",
-      other.name,
       f"{len(apart)} of {len(found)} leaves start with other values than on {first.name}",
       apart[0],
       {"relative difference": found[apart[0]]},
@@ -208,8 +208,6 @@ def _difference(first, other, reference, found, beyond, bounds, record) -> Findi
   table = [f"{name:<48} {one:.1e} of {bounds[name]:.1e}" for name, one in beyond.items()]
   more = [f"... {len(table) - 8} more"] if len(table) > 8 else []
   return Finding(
-    "equality",
-    other.name,
     f"{named} differs from {first.name}; {len(beyond)} of {len(bounds)} tensors do",
     place or named,
     numbers,

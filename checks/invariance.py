@@ -69,8 +69,6 @@ def _repeated(step: _Steps) -> Iterator[Finding]:
   apart = bits_apart(step.first, step.after(step.case.start, 0))
   if apart:
     yield Finding(
-      "invariance",
-      step.case.name,
       f"two runs from the same state on the same batch differ in {len(apart)} leaves",
       apart[0],
       {"leaves": len(named_leaves(step.first))},
@@ -87,8 +85,6 @@ def _restored(step: _Steps) -> Iterator[Finding]:
   wanted, found = jax.tree.structure(state), jax.tree.structure(restored)
   if wanted != found:
     yield Finding(
-      "invariance",
-      step.case.name,
       "the restored state is another tree",
       f"{found} instead of {wanted}",
       {"leaves": found.num_leaves, "leaves before": wanted.num_leaves},
@@ -100,8 +96,6 @@ def _restored(step: _Steps) -> Iterator[Finding]:
   if lost or apart:
     lossy = [name for name in lost if _dtype(state, name) != _dtype(restored, name)]
     yield Finding(
-      "invariance",
-      step.case.name,
       f"a step after saving and restoring differs in {len(apart)} leaves; {len(lost)} leaves were "
       "restored with other bits",
       (lost or apart)[0],
@@ -131,8 +125,6 @@ def _kept_types(case: Case) -> Iterator[Finding]:
     }
   if changed:
     yield Finding(
-      "invariance",
-      case.name,
       f"the state's type changes in a step, for {len(changed)} leaves",
       next(iter(changed)),
       {},
@@ -158,8 +150,6 @@ def _donated(case: Case) -> Iterator[Finding]:
   # Small leaves, such as counters, may be copied.
   if unused or (reused is not None and reused < 0.9 * held):
     yield Finding(
-      "invariance",
-      case.name,
       f"{size_text(max(0, held - (reused or 0)))} of the state's buffers are not reused",
       f"the state on each of {mesh.size} devices",
       {"state_bytes": held, "reused_bytes": reused if reused is not None else "unknown"},
@@ -187,8 +177,6 @@ def _to_rounding(case: Case) -> Iterator[tuple[str, list[Finding]]]:
     worst = beyond[0]
     return name, [
       Finding(
-        "invariance",
-        case.name,
         f"{name} changes {worst}; {len(beyond)} of {len(relative)} tensors differ",
         worst,
         {"relative difference": relative[worst], "bound": bounds[worst]},

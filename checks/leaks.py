@@ -140,8 +140,6 @@ def _findings(case, rows, places, leaks, missing, others):
     if kinds["document"] and kinds["future"]:
       cause = "the mask is dropped, or what it adds to masked scores is not low enough"
     yield Finding(
-      "leaks",
-      case.name,
       f"{int(leaks.sum())} outputs change with a token that they must not see",
       f"row {rows[i]}: the output at position {t} with the token at {places[j]}",
       {
@@ -154,8 +152,6 @@ def _findings(case, rows, places, leaks, missing, others):
   if missing.any():
     i, j, t = np.argwhere(missing)[0]
     yield Finding(
-      "leaks",
-      case.name,
       f"{int(missing.sum())} outputs do not change with a token that they should see",
       f"row {rows[i]}: the output at position {t} with the token at {places[j]}",
       {"of": int((leaks | missing).size)},
@@ -165,8 +161,6 @@ def _findings(case, rows, places, leaks, missing, others):
   if others.any():
     i, j, row, t = np.argwhere(others)[0]
     yield Finding(
-      "leaks",
-      case.name,
       f"{int(others.sum())} outputs change with a token of another row",
       f"the output of row {row} at position {t} with the token of row {rows[i]} at {places[j]}",
       {"rows that change": len(np.unique(np.argwhere(others)[:, 2]))},

@@ -23,7 +23,7 @@ section { border-left: 4px solid #b3261e; padding-left: 1rem; margin: 2rem 0 }
 def html(found: report.Report) -> str:
   """Returns the page: a table of the checks, and a section for each finding."""
   rows = "".join(map(_row, found.outcomes))
-  sections = "".join(_section(i, one) for i, one in enumerate(found.findings, 1))
+  sections = "".join(_section(i, *pair) for i, pair in enumerate(found.findings, 1))
   drawings = "".join(
     f"<h2>{escape(one.check)}, {escape(one.mesh)}</h2><pre>{_lines(one.lines)}</pre>"
     for one in found.outcomes
@@ -45,12 +45,12 @@ def _row(one: report.Outcome) -> str:
   return f"<tr>{cells}<td>{escape(one.skipped or one.note)}</tr>"
 
 
-def _section(number: int, one: report.Finding) -> str:
+def _section(number: int, outcome: report.Outcome, one: report.Finding) -> str:
   facts = {"where": one.where, "numbers": report.numbers_text(one), "likely cause": one.cause}
   rows = "".join(f"<dt>{title}<dd>{escape(text)}" for title, text in facts.items() if text)
   lines = f"<pre>{_lines(one.lines)}</pre>" if one.lines else ""
   head = f"{number}. {escape(one.what)}"
-  kind = f'<p class="quiet">{escape(one.check)}, {escape(one.mesh)}</p>'
+  kind = f'<p class="quiet">{escape(outcome.check)}, {escape(outcome.mesh)}</p>'
   return f"<section><h2>{head}</h2>{kind}<dl>{rows}</dl>{lines}</section>"
 
 

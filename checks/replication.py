@@ -57,8 +57,6 @@ def _unused(case: Case, cut, of_batch):
   for axis, size in case.program.mesh.shape.items():
     if size > 1 and axis not in of_batch.union(*cut.values()):
       yield Finding(
-        "replication",
-        case.name,
         f"mesh axis {axis} cuts neither the state nor the batch",
         f"axis {axis}",
         {"devices that hold the same": size},
@@ -84,8 +82,6 @@ def _state(case: Case, leaves, cut):
     largest = sorted(found, key=lambda name: -found[name])
     sharded = sum(axis in axes for axes in cut.values())
     yield Finding(
-      "replication",
-      case.name,
       f"{len(found)} state leaves are the same on all {mesh.shape[axis]} devices of axis {axis}",
       ", ".join(largest[:3]) + (", ..." if len(largest) > 3 else ""),
       {"leaves_bytes": sum(leaves[name].nbytes for name in found)}
@@ -122,8 +118,6 @@ def _intermediates(case: Case, rows):
   wrong.sort(key=lambda one: -one[0])
   size, label, missing = wrong[0]
   yield Finding(
-    "replication",
-    case.name,
     f"{len(wrong)} intermediate values have all rows of the batch on every device of an axis that "
     "cuts the batch",
     str(label),

@@ -18,8 +18,6 @@ class Finding:
   """Something that is wrong.
 
   Attributes:
-    check: which check found it.
-    mesh: on which mesh.
     what: one sentence.
     where: the tensor, and the line of the source as far as it is known.
     numbers: name -> value; bytes end in `_bytes`.
@@ -27,8 +25,6 @@ class Finding:
     lines: a table or a drawing.
   """
 
-  check: str
-  mesh: str
   what: str
   where: str
   numbers: Mapping[str, float | int | str]
@@ -62,8 +58,8 @@ class Report:
   outcomes: Sequence[Outcome]
 
   @property
-  def findings(self) -> list[Finding]:
-    return [finding for outcome in self.outcomes for finding in outcome.findings]
+  def findings(self) -> list[tuple[Outcome, Finding]]:
+    return [(outcome, finding) for outcome in self.outcomes for finding in outcome.findings]
 
   @property
   def exit_code(self) -> int:
@@ -95,8 +91,8 @@ def text(report: Report) -> str:
   for row in rows:
     head = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False))
     lines.append(f"{head}  {row[3]}".rstrip())
-  for number, finding in enumerate(report.findings, 1):
-    lines += ["", f"{number}. {finding.check}, {finding.mesh}: {finding.what}"]
+  for number, (one, finding) in enumerate(report.findings, 1):
+    lines += ["", f"{number}. {one.check}, {one.mesh}: {finding.what}"]
     facts = {"where": finding.where, "numbers": numbers_text(finding), "likely": finding.cause}
     for title, fact in facts.items():
       if fact:
@@ -119,6 +115,9 @@ def as_json(report: Report) -> str:
       | {"note": one.note, "skipped": one.skipped, "lines": list(one.lines)}
       for one in report.outcomes
     ],
-    "findings": [dataclasses.asdict(finding) for finding in report.findings],
+    "findings": [
+      {"check": one.check, "mesh": one.mesh} | dataclasses.asdict(finding)
+      for one, finding in report.findings
+    ],
   }
   return json.dumps(content, indent=2, default=float)
