@@ -11,10 +11,10 @@ import sys
 from unittest import mock
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.checked.packed import LENGTH, ROWS, VOCABULARY, packed_rows
 from checks.program import Description, Program, make_mesh
 
 sys.path[:0] = [os.environ["FLAX_LM1B"], os.environ["FLAX_LM1B"] + "/configs"]
@@ -26,19 +26,10 @@ models, train, utils, default = map(
 )
 
 MESHES = [{}, {"data": 4}, {"fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
-ROWS, LENGTH, VOCABULARY = 8, 16, 96
 
 
 def _batch(seed):
-  """Returns packed rows of two documents and padding."""
-  draw = np.random.default_rng(seed)
-  inputs = draw.integers(1, VOCABULARY, (ROWS, LENGTH)).astype(np.int32)
-  segments, positions = np.ones_like(inputs), np.zeros_like(inputs)
-  for row in range(ROWS):
-    first, end = 6 + row % 3, LENGTH - row * 7 % 4
-    segments[row, first:end], segments[row, end:] = 2, 0
-    positions[row] = np.concatenate([np.arange(first), np.arange(LENGTH - first)])
-  inputs = np.where(segments > 0, inputs, 0).astype(np.int32)
+  inputs, _, positions, segments = packed_rows(seed)
   return {"inputs": inputs, "inputs_position": positions, "inputs_segmentation": segments}
 
 
