@@ -21,7 +21,7 @@ from absl import app, flags
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from benchmarks.published_runs import PublishedRun, bound, error, read
+from benchmarks.published_runs import MEASURED, PublishedRun, bound, error, read, runs_of
 from configs import single
 from models import model_spec
 from planning import aot, memory, prediction, traced_step
@@ -297,7 +297,7 @@ def page(found: Mapping[int, Step | ValueError], every: Sequence[Class]) -> str:
       "",
       "Written by `python -m benchmarks.planner_accuracy --write`; do not edit.",
       "",
-      f"{len(read())} published runs (`benchmarks/published_runs`), with their settings; nothing",
+      f"{len(read())} published runs (`benchmarks/published_runs`), with their settings; none",
       "was measured here. An error of 25 % is a predicted speed of 1.25, or of 1 / 1.25, times the",
       "published one. Constants were fitted to half of the runs, drawn with the seed",
       f"{SEED}; the columns after `not fitted` are of the other half. The range, which a plan",
@@ -330,6 +330,15 @@ def page(found: Mapping[int, Step | ValueError], every: Sequence[Class]) -> str:
       "",
       *HEAD,
       *(line(n, step) for n, step in found.items() if isinstance(step, Step)),
+      "",
+      "### Measured with this application",
+      "",
+      "On one H100, of [performance.md](performance.md#on-one-h100); not published, so neither",
+      "fitted nor counted above. On one GPU the formula has matmuls at the share of the peak that",
+      "large ones reach.",
+      "",
+      *HEAD,
+      *(line(-1, step_of(run)) for run in runs_of(MEASURED)),
       "",
       "Refused here, so not predicted:",
       "",

@@ -44,7 +44,7 @@ class Counted:
     (`Rates.slow_overlap`), whatever else there is to do. That of `tensor` and `context` is exposed.
     """
     bandwidth = rates.bandwidth(chip)
-    chip = dataclasses.replace(chip, matmul=chip.formula or chip.matmul)
+    chip = dataclasses.replace(chip, matmul=matmul_share(chip, alone=not self.sent))
     work, compute, busy = Work(0, self.update), 0.0, self.update / bandwidth
     for one, runs, wide in self.operations:
       work += one * runs
@@ -64,6 +64,14 @@ class Counted:
     )
     memory = work.bytes / bandwidth
     return Times(busy + sum(one.exposed_seconds for one in waited), compute, memory, work, waited)
+
+
+def matmul_share(chip: Chip, *, alone: bool) -> float:
+  """Returns the share of the peak that a step's matmuls reach by formula.
+
+  A GPU that is alone reaches what large matmuls do, as was measured on an H100 (docs/plan.md).
+  """
+  return chip.matmul if alone and not chip.torus else chip.formula or chip.matmul
 
 
 def counted(

@@ -62,7 +62,7 @@ def overrides_that_fit(target: Target, ready: Job, scale: float) -> Advice:
   fitting: list[Suggestion] = []
   others: list[Suggestion] = []
   tried = 0
-  for where, changed in itertools.islice(_candidates(ready, target.topology), _TRIES):
+  for where, changed in itertools.islice(candidates(ready, target.topology), _TRIES):
     if len(fitting) == MOST:
       break
     tried += 1
@@ -86,7 +86,7 @@ def _needed(target: Target) -> int | None:
   return memory.at_once(memory.by_formula(step))
 
 
-def _candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict[str, Any]]]:
+def candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict[str, Any]]]:
   """Yields changes that might fit, those that cost the least time first.
 
   Fewer rows of the global batch come last on the same devices: they change what is trained. Rows
@@ -136,8 +136,8 @@ def _microbatches(ready: Job) -> Iterator[int]:
 def _recomputing(ready: Job) -> Iterator[dict[str, str]]:
   """Yields other values of `training.rematerialization`, those that cost the least time first.
 
-  Matmuls are not computed again, then they are, then the input of each layer is offloaded too: it
-  is moved while the layer is computed.
+  Less and less is saved on the device; at last the input of each layer is offloaded too, which is
+  moved while the layer is computed. What the config offloads stays so.
   """
   key = "training.rematerialization"
   if key in validate.unread(ready.config):
@@ -145,11 +145,15 @@ def _recomputing(ready: Job) -> Iterator[dict[str, str]]:
   names = rematerialization.names_of(ready.config.model)
   now = rematerialization.parse(ready.config.training.rematerialization, names)
   presets = rematerialization.PRESETS
-  weaker = presets.index(now.preset) if now.preset and not now.given else 0
-  for preset in presets[weaker + 1 :]:
-    yield {key: preset}
+  weaker = presets.index(now.preset) + 1 if now.preset and not now.given else 0
+  kept = [f"{name}=offload" for name in now.chosen(rematerialization.OFFLOAD)]
+  texts = [",".join([preset, *kept]) for preset in presets[weaker:]]
   if names and now.by_name[rematerialization.LAYER_INPUT] != rematerialization.OFFLOAD:
-    yield {key: "full,layer_input=offload"}
+    texts.append(",".join(["full,layer_input=offload", *kept]))
+  for text in texts:
+    saved = rematerialization.parse(text, names).chosen(rematerialization.SAVE)
+    if not now.given or {*saved} < {*now.chosen(rematerialization.SAVE)}:
+      yield {key: text}
 
 
 def _larger(

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from partitioning.rules import size_text
-from planning import memory
+from planning import analytic, memory
 from planning.plan import Plan
 from planning.timeline import Bar, Gap, Layer, Timeline
 from reports import pipeline_picture
@@ -341,7 +341,8 @@ def constants(plan: Plan) -> str:
   if (dtype := plan.job.config.training.matmul_dtype) != "compute":
     speeds.insert(1, f"{units.number(chip.eight_bit_flops / 1e12)} TFLOP/s in {dtype}")
   speeds.append(f"{chip.link_bandwidth / 1e9:.3g} GB/s {near}")
-  matmul = rates.matmul or (not plan.program and chip.formula) or chip.matmul
+  by_formula = analytic.matmul_share(chip, alone=plan.job.mesh.size == 1)
+  matmul = rates.matmul or (chip.matmul if plan.program else by_formula)
   memory = rates.memory or chip.memory
   shares = [f"{100 * share:g}" for share in (matmul, memory, rates.link)]
   each = f"each at {shares[0]} %" if len(set(shares)) == 1 else f"at {', '.join(shares)} %"

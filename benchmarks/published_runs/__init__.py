@@ -10,7 +10,7 @@ import functools
 import math
 import pathlib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from configs.schema import recipes
@@ -18,6 +18,7 @@ from planning.topology import Topology, parse
 from runtime.chips import overridden
 
 FOLDER = pathlib.Path(__file__).parent
+MEASURED = FOLDER.parent / "measured_runs.toml"  # by this application, not published
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,15 +128,17 @@ def read() -> tuple[PublishedRun, ...]:
   Raises:
     TypeError: a run lacks a field, or has one that there is not.
   """
-  found = []
-  for path in sorted(FOLDER.glob("*.toml")):
-    text = tomllib.loads(path.read_text())
-    source = {"source": text["source"], "version": text["version"]}
-    for run in text["run"]:
-      given = {**source, **text.get("shared", {}), **run}
-      given["where"] = f"{text['folder']}: {given['where']}"
-      found.append(PublishedRun(**given))
-  return tuple(found)
+  return tuple(run for path in sorted(FOLDER.glob("*.toml")) for run in runs_of(path))
+
+
+def runs_of(path: pathlib.Path) -> Iterator[PublishedRun]:
+  """Yields the runs of a file."""
+  text = tomllib.loads(path.read_text())
+  source = {"source": text["source"], "version": text["version"]}
+  for run in text["run"]:
+    given = {**source, **text.get("shared", {}), **run}
+    given["where"] = f"{text['folder']}: {given['where']}"
+    yield PublishedRun(**given)
 
 
 def error(ratio: float) -> float:

@@ -8,7 +8,8 @@ import jax
 import pytest
 
 from partitioning.rules import size_text
-from planning import aot, plan
+from planning import aot, plan, suggestions
+from planning.topology import parse
 from reports import plan_report
 from runtime import units
 
@@ -23,6 +24,14 @@ def make(strategy, topology, *overrides, recipe="lm"):
     section, _, name = key.partition(".")
     config[section][name] = type(config[section][name])(value)
   return plan.make(config, topology, here=aot.Here())
+
+
+def llama_of(rematerialization):
+  config = importlib.import_module("configs.single").get_config("lm")
+  config.update_from_flattened_dict(
+    {"model.gated": True, "training.rematerialization": rematerialization}
+  )
+  return config
 
 
 def test_what_a_budget_of_tokens_costs():
@@ -127,3 +136,19 @@ def test_a_plan_of_16384_gpus_starts_no_devices_and_takes_seconds(monkeypatch):
   assert (found.job.mesh.size, found.fits, jax.device_count()) == (16384, True, started)
   assert {one.wire.network for one in found.sent} == {"DCN"}
   assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+  ("given", "tried"),
+  [
+    ("none", ["elementwise", "dots", "full", "full,layer_input=offload"]),
+    ("full,layer_input=offload", []),
+    ("query=save,layer_input=offload", ["full,layer_input=offload"]),
+    ("dots,gate=offload", ["full,gate=offload", "full,layer_input=offload,gate=offload"]),
+  ],
+)
+def test_the_advice_keeps_what_a_config_offloads(given, tried):
+  key = "training.rematerialization"
+  job = aot.target_of(llama_of(given), "h100:1").job()
+  changed = [one for _, one in suggestions.candidates(job, parse("h100:1"))]
+  assert list(dict.fromkeys(one[key] for one in changed if key in one)) == tried
