@@ -147,11 +147,7 @@ def html(
     command: that asked for the page.
   """
   jobs = [job] if against is None else [job, against]
-  sides = []
-  for title, one in zip(titles, jobs, strict=False):
-    program = one.compile_train_step().function.as_text()
-    costs = collectives.summarize(collectives.collectives(program, one.mesh))
-    sides.append(Side(title, one, costs))
+  sides = [Side(title, one, _costs(one)) for title, one in zip(titles, jobs, strict=False)]
   arrays = Arrays(sides)
   return render(
     "layout.html.j2",
@@ -362,6 +358,12 @@ def _totals(sides: Sequence[Side]) -> dict[str, Any]:
   heads = [f"{title}/device" for title in sides[0].job.placements]
   heads += ["parameters + optimizer/device", "replicated on every device"]
   return {"heads": ["parameters", *heads], "rows": rows}
+
+
+def _costs(job: Job) -> list[collectives.Row]:
+  """Compiles the train step and returns its collectives."""
+  text = job.compile_train_step().function.as_text()
+  return collectives.summarize(collectives.collectives(text, job.mesh))
 
 
 def _costs_of(side: Side, sides: Sequence[Side]) -> dict[str, Any]:
