@@ -135,7 +135,8 @@ def load(file: str, meshes: Sequence[Sizes] = (), *, attached: bool = False):
   """Imports a file, and returns its function `program` and the meshes to check it on.
 
   Args:
-    file: a Python file. It is imported with its folder on the path, after the devices are chosen.
+    file: a Python file. It is imported after the devices are chosen; its folder is the last on the
+      path, and its module has a name of its own: a package of the file's name stays importable.
     meshes: instead of the file's own.
     attached: take the devices at hand, instead of simulating as many as the largest mesh has.
 
@@ -147,12 +148,13 @@ def load(file: str, meshes: Sequence[Sizes] = (), *, attached: bool = False):
     raise ValueError(f"{file}: no such file")
   if not attached:  # a file may start the backend, so this comes first
     simulate(max(8, *(math.prod(one.values()) for one in [*meshes, {}])))
-  sys.path.insert(0, str(path.parent.resolve()))
-  spec = importlib.util.spec_from_file_location(path.stem, path)
+  sys.path.append(str(path.parent.resolve()))
+  name = f"checked_{path.stem}"
+  spec = importlib.util.spec_from_file_location(name, path)
   if spec is None:
     raise ValueError(f"{file} is not a Python file: its name must end in .py")
   module = importlib.util.module_from_spec(spec)
-  sys.modules.setdefault(path.stem, module)
+  sys.modules[name] = module
   try:
     spec.loader.exec_module(module)
   except Exception as error:

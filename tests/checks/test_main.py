@@ -71,6 +71,13 @@ def test_what_is_no_program_is_refused(source, words, message, tmp_path, capsys)
   assert message in capsys.readouterr().err
 
 
+def test_a_file_does_not_hide_the_package_of_its_name(tmp_path, capsys):
+  path = tmp_path / "sched.py"
+  path.write_text("import sched\ndef program(mesh): raise ValueError(sched.scheduler.__name__)")
+  assert main([str(path), "--attached", "--mesh=1", "--mesh=data=2"]) == 2
+  assert "ValueError: scheduler" in capsys.readouterr().err
+
+
 def test_a_description_that_does_not_fit_is_refused(tmp_path, capsys):
   path = tmp_path / "its_step.py"
   known = "import dataclasses\nfrom tests.checks import decoder\ndef program(mesh):\n"
