@@ -280,27 +280,28 @@ def _gelu_erf(x: Array) -> Array:
   return (0.5 * wide * (1.0 + jax.lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
 
 
-def _differentiated_once(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-  """Returns an elementwise function whose derivative CPUs compute in the forward pass.
+def _one_saved(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+  """Returns an elementwise function whose backward pass needs one array in place of several.
 
-  So the backward pass needs one array, the derivative, in place of several parts of it. GPUs and
-  TPUs compute it again while they wait for memory.
+  On CPUs that is its derivative, which the forward pass computes; elsewhere its input, from which
+  the derivative is computed again while memory is waited for.
   """
-  found = jax.custom_jvp(function)
+  on_cpu = jax.custom_jvp(function)
 
-  @found.defjvp
+  @on_cpu.defjvp
   def _(primals, tangents):
     [x], [tangent] = primals, tangents
     y, derivative = jax.jvp(function, (x,), (jnp.ones_like(x),))
     return y, derivative * tangent
 
-  return lambda x: found(x) if on_cpus() else function(x)
+  elsewhere = jax.checkpoint(function, prevent_cse=False)
+  return lambda x: on_cpu(x) if on_cpus() else elsewhere(x)
 
 
 _ACTIVATIONS = {
   "silu": jax.nn.silu,
-  "gelu": _differentiated_once(functools.partial(jax.nn.gelu, approximate=True)),
-  "gelu_erf": _differentiated_once(_gelu_erf),
+  "gelu": _one_saved(functools.partial(jax.nn.gelu, approximate=True)),
+  "gelu_erf": _one_saved(_gelu_erf),
   # Source: https://github.com/hendrycks/GELUs
   "gelu_sigmoid": lambda x: x * jax.nn.sigmoid(scaled(x, 1.702)),
   "relu": jax.nn.relu,

@@ -261,7 +261,8 @@ def _scan_unroll(model: ConfigDict, training: ConfigDict, target: Target) -> tup
     return 1, ""
   if kind_of_model(model.name) != "transformer":
     return 1, ""
-  count = max(n for n in divisors(model.layers) if n <= UNROLLED[target.platform])
+  most = UNROLLED[target.platform]
+  count = max((n for n in divisors(model.layers) if n <= most), default=1)
   return count, "a loop copies what its iterations save into arrays of all layers"
 
 

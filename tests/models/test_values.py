@@ -178,6 +178,7 @@ def test_arithmetic_in_bfloat16_is_caught(module, check, monkeypatch):
     check()
 
 
+@pytest.mark.parametrize("on_cpus", [True, False])
 @pytest.mark.parametrize(
   ("name", "inner"),
   [
@@ -185,7 +186,9 @@ def test_arithmetic_in_bfloat16_is_caught(module, check, monkeypatch):
     ("gelu", lambda x: math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
   ],
 )
-def test_gelu_and_its_derivative_which_alone_is_kept_for_the_backward_pass(name, inner):
+def test_gelu_keeps_one_array_for_the_backward_pass(name, inner, on_cpus, monkeypatch):
+  monkeypatch.setattr(layers, "on_cpus", lambda: on_cpus)
+
   def gelu(values):
     return np.array([0.5 * v * (1 + inner(v)) for v in values])
 
@@ -195,6 +198,7 @@ def test_gelu_and_its_derivative_which_alone_is_kept_for_the_backward_pass(name,
     [kept] = jax.tree.leaves(backward)
     [derivative] = backward(jnp.ones_like(y))
   assert kept.shape == x.shape
+  np.testing.assert_allclose(kept, derivative if on_cpus else x, rtol=0, atol=1e-15)
   np.testing.assert_allclose(y, gelu(x), rtol=0, atol=1e-15)
   slope = (gelu(x + 1e-4) - gelu(x - 1e-4)) / 2e-4
   np.testing.assert_allclose(derivative, slope, rtol=0, atol=1e-8)
