@@ -36,8 +36,10 @@ from training.setup import Job
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "plan.md"
 _OF = flags.DEFINE_enum("of", "memory", ["memory", "traffic"], "What is compared.")
-_NAMED = flags.DEFINE_string("named", "", "Only configs whose name contains this.")
-_WRITE = flags.DEFINE_bool("write", False, "Write the section of docs/plan.md.")
+# Tests import this module beside planner_accuracy, which has flags of these names.
+_SHARED = {"allow_override": True}
+_NAMED = flags.DEFINE_string("named", "", "Only configs whose name contains this.", **_SHARED)
+_WRITE = flags.DEFINE_bool("write", False, "Write the section of docs/plan.md.", **_SHARED)
 _ON_CHIP = re.compile(r"S\([1-9]\)")  # of an array's layout: its memory, if that is not HBM
 LEAST, WITHIN = 12, 0.1
 HEADING = "## Memory by formula and by the compiler"
