@@ -263,12 +263,14 @@ def changing(tmp_path, monkeypatch):
 
   for function in (training_batches, evaluation_batches):
     monkeypatch.setattr(splits, function.__name__, function)
-  monkeypatch.setattr(splits, "sharing", lambda job: None)
+  monkeypatch.setattr(splits, "sharing", lambda seconds: None)
 
 
 def test_the_splits_of_a_run_are_of_the_same_files(changing):
+  processes = types.SimpleNamespace(start_timeout_seconds=1.0)
+  job = types.SimpleNamespace(config=types.SimpleNamespace(processes=processes), batch=None)
   with pytest.raises(files.ChangedError, match=r"a\.jsonl had [\d,]+ bytes and now has"):
-    splits.open_data(types.SimpleNamespace(config=None, batch=None))
+    splits.open_data(job)
 
 
 def test_the_splits_that_prepare_writes_are_of_the_same_files(changing, monkeypatch, capsys):
