@@ -14,7 +14,7 @@ the command works, and says nothing about speed.
   plan       the predicted step and memory of llama_1b, to hold beside what was measured
   matmuls    TFLOP/s of matmuls by shape and dtype, for the planner's constants
   attention  forward and backward of each kernel over lengths and sizes of heads
-  variants   llama_1b with other keys and compiler options, 8-bit matmuls among them
+  variants   both models with other keys and compiler options, 8-bit matmuls among them
   resume     a run from step 3 again: the same losses to the bit?
   start      seconds to the first step, with a cold and a warm compilation cache
   compare    two microbatches beside one, in float64
@@ -286,10 +286,9 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
   ("gpt2_124m", {UNROLL: 1}),
   ("llama_1b", {"training.matmul_dtype": "float8"}),
 )
-TRACED = 0  # of them
 
 
-def alone(model: str, overrides: dict[str, Any], trace: str = "") -> dict[str, Any]:
+def alone(model: str, overrides: dict[str, Any]) -> dict[str, Any]:
   """Returns what our side measures of a model with other keys."""
   told = gpu.job(model, "")
   told["overrides"] = {**told["overrides"], **overrides}
@@ -298,8 +297,6 @@ def alone(model: str, overrides: dict[str, Any], trace: str = "") -> dict[str, A
   side.run(2)
   compiled = time.monotonic() - began
   runs = [side.run(steps) for _ in range(2)]
-  if trace:
-    side.run(gpu.TRACED_STEPS, trace=trace)
   facts = side.facts()
   rate = steps / min(one["seconds"] for one in runs)
   mfu = facts["flops"][0] * rate / facts["peak_flops"] if facts["peak_flops"] else 0
@@ -316,13 +313,12 @@ def alone(model: str, overrides: dict[str, Any], trace: str = "") -> dict[str, A
 def variants() -> list[dict[str, Any]]:
   """Returns speeds of our side alone with other keys; each is printed at once."""
   found = []
-  for number, (model, keys) in enumerate(VARIANTS):
+  for model, keys in VARIANTS:
     row: dict[str, Any] = {"model": model, **keys}
-    trace = f"{_OUT.value}/trace/variant{number}" if number < TRACED else ""
     if SMALL.value:
       keys = {key: min(value, 2) if key == UNROLL else value for key, value in keys.items()}
     try:
-      row |= alone(model, keys, trace)
+      row |= alone(model, keys)
     except Exception as error:  # an option that this compiler does not have, or too little memory
       row["failed"] = f"{type(error).__name__}: {error}"[:300]
     print(" ", json.dumps(row), flush=True)
@@ -364,8 +360,7 @@ def command_of(part: str) -> list[str]:
   """Returns the command that runs a part."""
   small = ["--small"] if SMALL.value else []
   if part not in gpu.MODELS:
-    own = [f"--gpu_part={part}", f"--out={_OUT.value}"]
-    return [sys.executable, "-m", "benchmarks.gpu_report", *own, *small]
+    return [sys.executable, "-m", "benchmarks.gpu_report", f"--gpu_part={part}", *small]
   small += ["--notorch_compile"] if SMALL.value else []
   beside = [f"--gpu_models={part}", f"--torch_python={gpu.PYTHON.value}", "--turns=3"]
   beside += [f"--trace={_OUT.value}/trace"]

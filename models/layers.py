@@ -52,62 +52,14 @@ from runtime.rematerialization import (
 
 # Primitives whose results cost less to compute again than to write and read: elementwise ones and
 # those that move or repeat elements. Compilers fuse them into what reads them.
-_ELEMENTWISE = frozenset(
-  [
-    "abs",
-    "add",
-    "add_any",
-    "and",
-    "bitcast_convert_type",
-    "broadcast_in_dim",
-    "clamp",
-    "concatenate",
-    "convert_element_type",
-    "copy",
-    "cos",
-    "div",
-    "eq",
-    "erf",
-    "exp",
-    "exp2",
-    "expand_dims",
-    "expm1",
-    "ge",
-    "gt",
-    "integer_pow",
-    "iota",
-    "is_finite",
-    "le",
-    "log",
-    "log1p",
-    "logistic",
-    "lt",
-    "max",
-    "min",
-    "mul",
-    "ne",
-    "neg",
-    "not",
-    "or",
-    "pow",
-    "reshape",
-    "rsqrt",
-    "select_n",
-    "sharding_constraint",
-    "sign",
-    "sin",
-    "slice",
-    "split",
-    "sqrt",
-    "square",
-    "squeeze",
-    "stop_gradient",
-    "sub",
-    "tanh",
-    "transpose",
-    "xor",
-  ]
-)
+_ELEMENTWISE_NAMES = """
+  abs add add_any and bitcast_convert_type broadcast_in_dim clamp concatenate
+  convert_element_type copy cos div eq erf exp exp2 expand_dims expm1 ge gt integer_pow iota
+  is_finite le log log1p logistic lt max min mul ne neg not or pow reshape rsqrt select_n
+  sharding_constraint sign sin slice split sqrt square squeeze stop_gradient sub tanh
+  transpose xor
+"""
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 
 
 def _elementwise(primitive: Any, *_: Any, **parameters: Any) -> bool:
