@@ -25,6 +25,7 @@ from training.bad_steps import BadStepError, BadSteps
 from training.callbacks import CALLBACKS, Callback, Observer
 from training.checkpointing import resume_policy
 from training.checkpointing.async_writer import SaveError
+from training.checkpointing.checkpointer import Checkpointer
 from training.evaluation import Evaluation, Evaluator
 from training.metrics.console import ProgressLine, Waiting, say, say_wrapped, warn
 from training.metrics.goodput import Goodput
@@ -90,7 +91,6 @@ def train(
     called.update(more_callbacks or {})
     observer = observer or Observer()
     run = Run(data, start, watch, stack, called, observer, started=started)
-    run.open()
     run.compile()
     run.catch_up()
     while run.has_next_step():
@@ -131,13 +131,17 @@ class Run:
     *,
     started: float,
   ):
-    """Takes the arguments of `train`, and opens `metrics.jsonl`; `stack` closes what is opened."""
+    """Takes the arguments of `train`, opens `metrics.jsonl`, and logs the time spent so far.
+
+    `stack` closes what is opened.
+    """
     self.state, self.done, self.stopped = start.state, start.step, False
     job, workdir, config = start.job, start.workdir, start.job.config
     self._job, self._config, self._data, self._start = job, config, data, start
     self._workdir, self._watch, self._started = workdir, watch, started
     self._callbacks, self._due, self._observer = called, Due.of(config), observer
-    self._saver = Saver(start, resume_policy.plain(config), watch, observer.saved)
+    start.checkpointer.on_commit = observer.saved
+    self._saver = Saver(start.checkpointer, resume_policy.plain(config), watch, start.step)
     self._bad_steps = BadSteps(config.training, config.data, start.known, start.step)
     every = config.metrics.every_steps, config.evaluation.every_steps
     self._schedule = LogSchedule(*every, start.known, start.step)
@@ -163,32 +167,25 @@ class Run:
     )
     self._goodput = Goodput(started, self._writer.times)
     self._meter, self._measuring = Meter(job.batches, model_spec(config), job.mesh), False
-    # Set by `open`, `compile` and `catch_up`, in this order, before the first step.
-    self._profile: Profile | None = None
-    self._pace = None  # of several processes: their stragglers
     self._train_steps = TrainSteps(job.compile_train_step, job.batches, job.mesh)
-    self._progress: ProgressLine | None = None
-    self._evaluator: Evaluator | None = None
-    self._replicas: ReplicaCheck | None = None
-    self._batches: Prefetcher | None = None
-
-  # ------------------------------ before the first step ------------------------------
-
-  def open(self) -> None:
-    """Logs the time spent so far, and starts the profiler and the straggler detection."""
     self._report_missing_lines()
     if self._goodput.doubt:
       warn(self._goodput.doubt)
     if self._writer.times is None or self._writer.times["step"] != self.done:
       self._writer.write_times(self.done, self._goodput.line())
-    self._profile = self._stack.enter_context(
-      Profile(self._config.profile, self._workdir / "profile", self._watch)
+    self._profile = stack.enter_context(Profile(config.profile, workdir / "profile", watch))
+    # Of several processes: their stragglers.
+    self._pace = stack.enter_context(
+      straggler_detection(watch.group, config.processes.slow_ratio, simulated=job.devices.simulated)
     )
-    simulated, ratio = self._job.devices.simulated, self._config.processes.slow_ratio
-    self._pace = self._stack.enter_context(
-      straggler_detection(self._watch.group, ratio, simulated=simulated)
-    )
-    self._stack.callback(lambda: self._batches and self._batches.close())
+    # Set by `compile` and `catch_up`, before the first step.
+    self._progress: ProgressLine | None = None
+    self._evaluator: Evaluator | None = None
+    self._replicas: ReplicaCheck | None = None
+    self._batches: Prefetcher | None = None
+    stack.callback(lambda: self._batches and self._batches.close())
+
+  # ------------------------------ before the first step ------------------------------
 
   def _report_missing_lines(self) -> None:
     """Warns if lines are missing that were written before the checkpoint."""
@@ -213,7 +210,11 @@ class Run:
     self._evaluator = Evaluator(
       job, self._data.evaluation, evaluation, self._watch, self._lockstep, shown
     )
-    self._replicas = ReplicaCheck(job)
+    self._replicas = ReplicaCheck(
+      *(job.placed_state, job.mesh, job.compile),
+      every=self._config.training.replica_check_every_steps,
+      late=not job.devices.simulated,
+    )
     self._observer.compiled(self.done, self._train_steps.last, rows)
 
   def catch_up(self) -> None:
@@ -378,13 +379,9 @@ class Run:
     if evaluation is not None and self._config.checkpoint.keep_best:
       ranked_by = evaluation.compared(self._data.evaluation.source.fingerprint)
     record = {**self._start.record, **self._bad_steps.record(), **self._schedule.record()}
-    self._saver.save(
-      self.done,
-      self.state,
-      record,
-      before=lambda: self._replicas.before_save(self.done, self.state),
-      **ranked_by,
-    )
+    self._saver.phase(f"saving step {self.done}")
+    self._replicas.before_save(self.done, self.state)
+    self._saver.save(self.done, self._start.saved_part(self.state), record, **ranked_by)
 
   # ------------------------------ end ------------------------------
 
@@ -487,7 +484,7 @@ class TrainSteps:
   """
 
   def __init__(self, compile_step: Callable[..., Compiled], batches: BatchSpec, mesh: Mesh):
-    """Takes `Job.compile_train_step`, and compiles nothing yet."""
+    """Takes `Job.compile_train_step`; compiles nothing yet."""
     self._compile_step, self._batches, self._mesh = compile_step, batches, mesh
     self._compiled: dict[Shape, Callable] = {}
     self.last: Callable | None = None
@@ -534,76 +531,29 @@ class Saver:
   """
 
   def __init__(
-    self,
-    start: Start,
-    stored: Mapping[str, Any],
-    watch: Watchdog,
-    committed: Callable[[int], None] = lambda step: None,
+    self, checkpointer: Checkpointer, config: Mapping[str, Any], watch: Watchdog, step: int
   ):
-    """Takes where the run starts.
-
-    Args:
-      start: where the run starts.
-      stored: the config, which is stored with each step.
-      watch: of this process.
-      committed: is called with each step that is saved, once its save is complete.
-    """
-    self.step, self.retry = start.step, False
-    self._committed, self._writing = committed, 0  # the step whose save is not known to be complete
-    self._start, self._checkpointer = start, start.checkpointer
-    self._stored, self._watch = stored, watch
+    """Takes the config, which is stored with each step, and the step where the run starts."""
+    self.step, self.retry = step, False
+    self._checkpointer, self._config, self._watch = checkpointer, config, watch
 
   def check(self) -> None:
     """Raises SaveError if a save that was started before has failed."""
-    with self._noticed():
-      self._checkpointer.check()
+    self._checkpointer.check()
 
-  def save(
-    self,
-    step: int,
-    state: State,
-    record: Mapping[str, Any],
-    *,
-    before: Callable[[], None],
-    **ranked_by: Any,
-  ) -> None:
-    """Starts to save a step.
-
-    Args:
-      step: its number.
-      state: after it.
-      record: JSON that is stored with it.
-      before: checks the state first, and raises where it must not be saved.
-      **ranked_by: `metrics` and `metrics_over`, as `Checkpointer.save` takes them.
+  def save(self, step: int, tree: Any, record: Mapping[str, Any], **ranked_by: Any) -> None:
+    """Starts to save a step; arguments as of `Checkpointer.save`.
 
     Raises:
       SaveError: this save or the one before it has failed.
     """
-    self._phase(f"saving step {step}")
-    before()
-    part = self._start.saved_part(state)
-    with self._noticed():
-      self._checkpointer.wait()
-    self._checkpointer.save(step, part, config=self._stored, record=record, **ranked_by)
-    self.step = self._writing = step
+    self._checkpointer.save(step, tree, config=self._config, record=record, **ranked_by)
+    self.step = step
 
   def wait(self) -> None:
     """Waits until the last save is complete; raises SaveError if it has failed."""
-    self._phase("waiting for the last save")
-    with self._noticed():
-      self._checkpointer.wait()
-
-  @contextlib.contextmanager
-  def _noticed(self) -> Iterator[None]:
-    """Calls `committed` if the save that was running is complete after the block."""
-    try:
-      yield
-    except SaveError:
-      self._writing = 0
-      raise
-    if self._writing and not self._checkpointer.saving:
-      step, self._writing = self._writing, 0
-      self._committed(step)
+    self.phase("waiting for the last save")
+    self._checkpointer.wait()
 
   def roll_back(self, step: int) -> None:
     """Continues from an older step, which is saved; a failure after it no longer matters."""
@@ -620,6 +570,6 @@ class Saver:
       self.retry = True
       note(f"WARNING: {error}; training continues, and {instead}")
 
-  def _phase(self, label: str) -> None:
+  def phase(self, label: str) -> None:
     """Enters a phase that may take long as long as the save makes progress."""
     self._watch.at(label, SAVING, progress=self._checkpointer.progress)

@@ -20,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from partitioning.rules import HOST, named_leaves
 from processes.coordination import current
 from training.bad_steps import TrainingStoppedError
-from training.setup import Job
 from training.state import State
 
 # Odd, so that multiplying by them modulo 2**32 can be undone; MurmurHash3's finalizer has the last
@@ -217,27 +216,34 @@ class CopiesDifferError(TrainingStoppedError):
 class ReplicaCheck:
   """Compares replicas every `training.replica_check_every_steps` steps, and before every save."""
 
-  def __init__(self, job: Job):
-    """Compiles the digests, unless the config turns the check off or nothing is replicated."""
-    self._every = job.config.training.replica_check_every_steps
-    self._simulated = job.devices.simulated
-    self._copies = Copies(_named(job.placed_state) if self._every else {}, job.mesh)
+  def __init__(
+    self, state: State, mesh: Mesh, compile_on: Callable[..., Any], *, every: int, late: bool
+  ):
+    """Compiles the digests, unless the config turns the check off or nothing is replicated.
+
+    Args:
+      state: abstract, with its shardings.
+      mesh: of all of it.
+      compile_on: compiles a function for abstract arguments on the mesh (`Job.compile`).
+      every: steps from one check to the next; 0: there is none.
+      late: a check is read a step late, so that the device never waits for the host.
+    """
+    self._every, self._late = every, late
+    self._copies = Copies(_named(state) if every else {}, mesh)
     self._pending: tuple[int, jax.Array] | None = None
     self._checked: int | None = None
     if not self._copies.leaves:
       return
     # A single process reads the rows directly; several processes each need all rows.
-    together = PartitionSpec(job.mesh.axis_names) if current().alone else PartitionSpec()
-    self._digests = job.compile(
-      digest_program(self._copies.leaves, job.mesh),
+    together = PartitionSpec(mesh.axis_names) if current().alone else PartitionSpec()
+    self._digests = compile_on(
+      digest_program(self._copies.leaves, mesh),
       list(self._copies.leaves.values()),
-      out_shardings=NamedSharding(job.mesh, together),
+      out_shardings=NamedSharding(mesh, together),
     ).function
 
   def after_step(self, step: int, state: State) -> None:
     """Starts a check if one is due, and reads the previous one.
-
-    On accelerators a check is read a step late, so that the device never waits for the host.
 
     Args:
       step: the steps done.
@@ -250,7 +256,7 @@ class ReplicaCheck:
     self._checked = None  # a run that was rolled back reaches the same step again
     if self._copies.leaves and step % self._every == 0:
       self._begin(step, state)
-      if self._simulated:
+      if not self._late:
         self._read()
 
   def before_save(self, step: int, state: State) -> None:

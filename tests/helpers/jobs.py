@@ -10,6 +10,7 @@ from partitioning.mesh_sizes import resolve_sizes
 from partitioning.rules import named_leaves
 from runtime.devices import Devices
 from tests.helpers.compiling import FAST
+from training.replica_check import ReplicaCheck
 from training.setup import Job, prepare
 from training.state import State
 from training.step import wide
@@ -72,6 +73,12 @@ def make_job(strategy: str, recipe: str, /, **overrides) -> Job:
   config = finalize.finalize(config, "cpu")
   validate.check(config, sizes)
   return prepare(config, Devices("cpu", True, sizes, slices))
+
+
+def replica_check(job: Job) -> ReplicaCheck:
+  """Returns the check of the replicas of a job's state, as a run has it."""
+  every = job.config.training.replica_check_every_steps
+  return ReplicaCheck(job.placed_state, job.mesh, job.compile, every=every, late=False)
 
 
 def first_state(job: Job) -> State:

@@ -11,12 +11,11 @@ import pytest
 
 from partitioning.rules import LayoutError, named_leaves
 from tests.helpers.flips import altered
-from tests.helpers.jobs import first_state, host_batch, make_job, place
+from tests.helpers.jobs import first_state, host_batch, make_job, place, replica_check
 from tests.parity.budgets import INVOLUNTARY, STRATEGIES, Step, budget, said_while
 from tests.parity.expert_cases import WITH_DENSE
 from tests.training.checkpointing.states import moved
-from training import replica_check
-from training.replica_check import ReplicaCheck
+from training.replica_check import CopiesDifferError
 from training.state import State
 from training.step import wide
 
@@ -154,12 +153,12 @@ def test_a_mesh_that_would_cut_blocks_is_refused():
 
 def test_copies_of_codes_are_compared():
   job = compiled("dp2_fsdp2_tp2")[0]
-  check, state = ReplicaCheck(job), first_state(job)
+  check, state = replica_check(job), first_state(job)
   check.before_save(1, state)
   mu = state.optimizer.inner[0].mu
   blocks = mu["layer_2"]["kernel"]
   mu["layer_2"]["kernel"] = blocks._replace(codes=altered(blocks.codes, 3, (5, 1)))
-  with pytest.raises(replica_check.CopiesDifferError, match="mu/layer_2/kernel/codes"):
+  with pytest.raises(CopiesDifferError, match="mu/layer_2/kernel/codes"):
     check.before_save(2, state)
 
 

@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from tests.helpers.flips import altered
-from tests.helpers.jobs import first_state, host_batch, make_job, place
+from tests.helpers.jobs import first_state, host_batch, make_job, place, replica_check
 from training.bad_steps import TrainingStoppedError
-from training.replica_check import CopiesDifferError, ReplicaCheck
+from training.replica_check import CopiesDifferError
 
 EVERY = {"training.replica_check_every_steps": 3}
 UP = ("hidden", "kernel")
@@ -26,7 +26,7 @@ def stepped(job, train, state, steps, check):
 @pytest.mark.parametrize(("strategy", "recipe"), [("dp2_fsdp2_tp2", "lm"), ("tp8", "mlp")])
 def test_copies_stay_the_same_to_the_bit(strategy, recipe):
   job = make_job(strategy, recipe, **{"training.replica_check_every_steps": 1})
-  check = ReplicaCheck(job)
+  check = replica_check(job)
   state = stepped(job, job.compile_train_step().function, first_state(job), range(1, 7), check)
   check.before_save(6, state)
 
@@ -35,7 +35,7 @@ def test_copies_stay_the_same_to_the_bit(strategy, recipe):
 def tried():
   """Returns (job, its step, its check) of a classifier on data=4 x tensor=2."""
   job = make_job("dp4_tp2", "mlp", **EVERY)
-  return job, job.compile_train_step().function, ReplicaCheck(job)
+  return job, job.compile_train_step().function, replica_check(job)
 
 
 def flipped(state, where, device, *bits):
@@ -106,7 +106,7 @@ def test_many_differences_are_one_message(tried):
 def test_of_two_copies_both_are_named():
   job = make_job("dp4_tp2", "mlp", **EVERY, **{"mesh.data": 2, "mesh.tensor": 4})
   state = flipped(first_state(job), ("layer_2", "kernel"), 1, (0, 0))
-  text = str(caught(ReplicaCheck(job).before_save, 1, state))
+  text = str(caught(replica_check(job).before_save, 1, state))
   assert "there is no majority, so it is not known which device is wrong" in text
   assert "layer_2/kernel [40, 56]: the copies on devices 1, 5 differ" in text
 
@@ -119,6 +119,6 @@ def test_off_and_without_copies_nothing_is_compiled(strategy, overrides, monkeyp
   job = make_job(strategy, "mlp", **overrides)
   state = first_state(job)
   monkeypatch.setattr(type(job), "compile", None)
-  check = ReplicaCheck(job)
+  check = replica_check(job)
   check.after_step(10, flipped(state, ("layer_1", "bias"), 0, (0, 0)))
   check.before_save(10, state)

@@ -183,7 +183,11 @@ class SaveError(RuntimeError):
 
 
 class Writer:
-  """Writes the steps of one folder, one at a time; every process has a Writer."""
+  """Writes the steps of one folder, one at a time; every process has a Writer.
+
+  Attributes:
+    step: the newest one whose save was started.
+  """
 
   def __init__(
     self,
@@ -212,7 +216,7 @@ class Writer:
     self._in_place = "://" in str(folder)
     self._orbax: ocp.AsyncCheckpointer | None = None
     self._thread: threading.Thread | None = None
-    self._step, self._stage, self._failure = 0, 0, ""
+    self.step, self._stage, self._failure = 0, 0, ""
     self._failed = 0  # saves
     self._kept: set[int] = set()  # steps that are not removed, since they contain other files
 
@@ -232,14 +236,14 @@ class Writer:
     Raises:
       SaveError: it could not be started.
     """
-    self._step, self._stage, self._failure = step, 0, ""
+    self.step, self._stage, self._failure = step, 0, ""
     self._together.begin_stages()
     if self._failed and self._together.first:
       self._tidy("removing what an earlier save has left", self.remove_leftovers)
     try:
       if self._orbax is None:
         self._orbax = self._new_orbax()
-      self._orbax.save(self._making(self._step), args=items, force=True)
+      self._orbax.save(self._making(self.step), args=items, force=True)
     except Exception as error:  # of any library below; the run can continue without this save
       self._failed += 1
       self.close()
@@ -258,7 +262,7 @@ class Writer:
       self._thread = None
       if self._failure:
         self._failed += 1
-        raise SaveError(self._step, self._folder, self._failure)
+        raise SaveError(self.step, self._folder, self._failure)
 
   def close(self) -> None:
     """Ends Orbax's threads; their errors have been raised already."""
@@ -277,7 +281,7 @@ class Writer:
     Raises:
       OSError: the folder cannot be read now.
     """
-    step = str(self._step) if self._in_place else ""
+    step = str(self.step) if self._in_place else ""
     found = {}
     for child in self._folder.iterdir():
       if child.name == step or _UNDER_WAY.match(child.name):
@@ -342,7 +346,7 @@ class Writer:
       with self._reading_ahead() as ahead:
         self._orbax.wait_until_finished()
       if first and self._tokenizer:
-        self._write_tokenizer(self._making(self._step) / TOKENIZER)
+        self._write_tokenizer(self._making(self.step) / TOKENIZER)
       self._commit(ahead)
     except BaseException as error:  # no caller would see it
       self.close()
@@ -366,11 +370,11 @@ class Writer:
     """Computes digests as files appear; not in a bucket, where reading is as slow as writing."""
     if self._in_place:
       return contextlib.nullcontext()
-    return EarlyChecksums(self._making(self._step), self._together.index)
+    return EarlyChecksums(self._making(self.step), self._together.index)
 
   def _commit(self, ahead: EarlyChecksums | None) -> None:
     """Writes the digests, and renames the folder."""
-    folder, together = self._making(self._step), self._together
+    folder, together = self._making(self.step), self._together
     there = integrity.file_sizes(folder) if together.first or folder.exists() else {}
 
     def early(path: str) -> str:
@@ -393,7 +397,7 @@ class Writer:
         files.sync(inside for inside, _, _ in os.walk(folder, topdown=False))
         # If the owner is replaced after this, there is no folder left to rename.
         self._owner.require()
-        folder.rename(self._folder / str(self._step))
+        folder.rename(self._folder / str(self.step))
     self._meet()
 
   def _is_mine(self, path: str) -> bool:
@@ -429,7 +433,7 @@ class Writer:
       do()
       return True
     except Exception as error:  # what is left over does no harm
-      step = f"{self._folder}, after the save of step {self._step}"
+      step = f"{self._folder}, after the save of step {self.step}"
       self._warn(f"WARNING: {step}: {what} failed: {reason(error)}")
       return False
 

@@ -96,6 +96,10 @@ class Checkpointer:
   A step is saved as `{"step", "params", "optimizer"}` with the config and a record. Several
   processes make the same calls, and an error is raised on all of them. Only process 0 removes or
   renames anything. Broken checkpoints are renamed, never deleted.
+
+  Attributes:
+    folder: of the steps.
+    on_commit: is called with each step whose save is found to be complete.
   """
 
   def __init__(
@@ -136,6 +140,7 @@ class Checkpointer:
     self._warn, self._verify, self._read_only = warn, verify, read_only
     self._together, self._owner = together or Together(), owner or Ownership()
     self._retention = Retention(keep, keep_every_steps, keep_best)
+    self.on_commit: Callable[[int], None] = lambda step: None
     self._writer: Writer | None = None
     self._writing = False
     self._broken: Collection[int] = ()  # to be renamed once writing starts
@@ -297,6 +302,7 @@ class Checkpointer:
     """
     if self.saving:
       self._writer.finish()
+      self.on_commit(self._writer.step)
 
   def progress(self) -> object:
     """Returns a value that changes while a save progresses, see `Writer.progress`; thread-safe."""
