@@ -37,11 +37,10 @@ from interop.hf_parts import UNSCALED, named_scaling
 from interop.safetensors_file import WeightFile, Writer
 from models import layers
 from models.spec import LORA_A, LORA_B, DecoderSpec
-from partitioning.rules import named_leaves
+from partitioning.rules import named_leaves, nested
 from runtime import files
 from runtime.exit_codes import ExportError
 from training.checkpointing.consensus import Together, join_reports
-from training.checkpointing.restore import nested
 
 # ------------------------------ the files of the tokenizer ------------------------------
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from flax import traverse_util
 from jax.sharding import PartitionSpec
 
 from partitioning.rules import (
@@ -161,7 +162,7 @@ def kept_by_trial(
     path: jax.ShapeDtypeStruct(_distinct(leaf.shape), leaf.dtype)
     for path, leaf in parameters.items()
   }
-  leaves = leaves_by_path(jax.eval_shape(init, _nested(distinct)))
+  leaves = leaves_by_path(jax.eval_shape(init, traverse_util.unflatten_dict(distinct)))
   whose = owners(leaves, distinct)
   return {
     path: candidates(leaf.shape, distinct[whose[path]].shape) if whose[path] else []
@@ -183,16 +184,6 @@ def _distinct(shape: Sequence[int]) -> tuple[int, ...]:
   for position in sorted(range(len(sizes)), key=lambda i: (sizes[i], i)):
     sizes[position] = least = max(sizes[position], least + 1)
   return tuple(sizes)
-
-
-def _nested(leaves: Mapping[Path, Any]) -> dict:
-  tree = {}
-  for path, leaf in leaves.items():
-    node = tree
-    for key in path[:-1]:
-      node = node.setdefault(key, {})
-    node[path[-1]] = leaf
-  return tree
 
 
 # ------------------------------ placement ------------------------------

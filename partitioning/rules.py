@@ -14,6 +14,7 @@ from typing import Any
 import humanize
 import jax
 import numpy as np
+from flax import traverse_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Axes = tuple[str, ...]
@@ -236,6 +237,15 @@ def named_leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
   return {
     prefix + jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves
   }
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns nested dicts of leaves by name, a level for each part of the names.
+
+  Containers of other kinds (the optimizer's named tuples) become dicts: `optimizer/0/mu` is
+  `["0"]["mu"]`.
+  """
+  return traverse_util.unflatten_dict(leaves, sep="/")
 
 
 def letters_of(name: str, rules: Mapping[str, str]) -> str:

@@ -41,7 +41,7 @@ ARROWS = {
   # Facts about the keys of a config, for everybody.
   "configs.keys": {"runtime"},
   # Files of one checkpoint; what is saved and when is its parent's.
-  "training.checkpointing": {"configs.keys", "processes", "runtime"},
+  "training.checkpointing": {"configs.keys", "partitioning", "processes", "runtime"},
   "input_pipeline": {"runtime"},
   # It serves other frameworks: of ours, it reads compiled programs alone.
   "checks": {"runtime"},

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from interop import hf_folder
 from models import model_spec
-from partitioning.rules import named_leaves
+from partitioning.rules import named_leaves, nested
 from training.checkpointing import integrity, restore
 from training.checkpointing.integrity import Verified
 from training.replica_check import content_digests
@@ -118,7 +118,7 @@ class ParameterReader:
     """Returns the initial state with these parameters, their folder and step; see `initialized`."""
     wanted = named_leaves(self.job.placed_state.params)
     folder, step, arrays = self.read(where, wanted, optional=self.adapters)
-    return self.job.initial_state(restore.nested(arrays)), folder, step
+    return self.job.initial_state(nested(arrays)), folder, step
 
   def digest(self, arrays: Mapping[str, jax.Array]) -> str:
     """Returns a digest of the names, shapes, dtypes and bits of parameters, in hexadecimal.
@@ -164,7 +164,7 @@ class ParameterReader:
     }
     where = self.job.config.checkpoint.initialize_from or base.folder
     arrays, base = self._frozen(base, wanted, where, run)
-    return merged(params, restore.nested(arrays)), base
+    return merged(params, nested(arrays)), base
 
   def _frozen(
     self, base: Base, wanted: Mapping[str, Any], where: str, run: str
@@ -223,41 +223,33 @@ class ParameterReader:
       chosen = step
     known = named_leaves(self.job.state.params).keys()
 
-    def read_step(number: int) -> tuple[Verified, dict[str, jax.Array]]:
-      path = folder / str(number)
-      verified = integrity.check(path, self.job.config.checkpoint.verify)
+    def saved_part(checkpoint: Verified) -> dict[str, Any]:
       there = {
         name.removeprefix(_PREFIX): x
-        for name, x in restore.stored_arrays(path).items()
+        for name, x in restore.stored_arrays(checkpoint.path).items()
         if name.startswith(_PREFIX)
       }
-      partial = Base.of(verified.record) is not None
+      partial = restore.BASE in checkpoint.record
       expected = {n: x for n, x in wanted.items() if n in there or not (partial or n in optional)}
       there = {
         name: _as_wanted(x, wanted.get(name))
         for name, x in there.items()
         if name in wanted or name not in known
       }
-      restore.require_same(path, restore.differences(there, expected))
-      self.require_same_adapters(verified, ("alpha", "rs"))
-      if not expected:
-        return verified, {}
-      tree = restore.read_arrays(
-        path,
-        {restore.PARAMETERS: restore.nested(expected)},
-        branches=(restore.PARAMETERS,),
-        together=self.job.consensus,
-        verified=verified,
-        compared=True,
-      )
-      return verified, named_leaves(tree[restore.PARAMETERS])
+      restore.require_same(checkpoint.path, restore.differences(there, expected))
+      self.require_same_adapters(checkpoint, ("alpha", "rs"))
+      return {restore.PARAMETERS: nested(expected)}
 
-    found = restore.restore_first(folder, chosen, read_step, self.job.consensus)
-    for line in found.warnings(folder, "nothing is changed"):
-      restore.warn_once(line)
-    verified, arrays = found.tree
+    found, tree = restore.restore_branches(
+      *(folder, saved_part, chosen),
+      verify=self.job.config.checkpoint.verify,
+      warn=restore.warn_once,
+      together=self.job.consensus,
+      compared=True,
+    )
+    arrays = named_leaves(tree[restore.PARAMETERS])
     rest = {name: x for name, x in wanted.items() if name not in arrays}
-    if rest and (base := Base.of(verified.record)) is not None:
+    if rest and (base := Base.of(found.record)) is not None:
       more, _ = self._frozen(base, rest, base.folder, str(folder))
       arrays |= more
     return folder, found.step, arrays

@@ -24,6 +24,7 @@ from partitioning.parallel.pipeline_schedule import GPIPE, INTERLEAVED, STAGE, S
 from partitioning.rules import (
   Placement,
   named_leaves,
+  nested,
   partition_spec,
   shard_shape,
   size_text,
@@ -32,7 +33,7 @@ from partitioning.rules import (
 )
 from runtime import extensions
 from training.specs import StepSpec
-from training.state import merged, nested, split
+from training.state import merged, split
 
 # From (rows, differentiated arrays, other parameters, other variables, key) to ((gradients, loss
 # sums), other variables afterwards). Arrays are nested dicts; those that are differentiated are the

@@ -10,7 +10,7 @@ from etils import epath, epy
 from ml_collections import ConfigDict
 
 from input_pipeline.source import Source
-from partitioning.rules import named_leaves
+from partitioning.rules import named_leaves, nested
 from processes.coordination import current
 from processes.workdir_lease import Ownership
 from runtime import files, forms
@@ -27,6 +27,7 @@ from training import bad_steps as rollback
 from training.checkpointing import integrity, resume_policy
 from training.checkpointing import restore as checkpoint_restore
 from training.checkpointing.checkpointer import Checkpointer
+from training.checkpointing.consensus import Together
 from training.checkpointing.integrity import Verified
 from training.checkpointing.restore import BASE, FOLDER, PARAMETERS, VARIABLES, warn_once
 from training.metrics import log_lines
@@ -438,65 +439,55 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
     _, _, arrays = reader.read(location, wanted, optional=reader.adapters)
     if arrays.keys() == wanted.keys() and not job.state.variables:
       # Without the optimizer's state, which is twice as large.
-      return 0, checkpoint_restore.nested(arrays), {}
+      return 0, nested(arrays), {}
     state, _, _ = reader.initial_state(location)
     return 0, state.params, state.variables
   folder, step = checkpoint_restore.parse_location(location)
-  verify, together = job.config.checkpoint.verify, job.consensus
-  newest = checkpoint_restore.restore_first(
-    folder, step, lambda step: integrity.check(folder / str(step), verify), together
-  )
-  partial = BASE in newest.tree.record
-  base = base_parameters.Base.of(_record(newest.tree)) if partial else None
-  abstract = vars(job.placed_state)
-  tree = {name: abstract[name] for name in (PARAMETERS, VARIABLES)}
-  reader.require_same_adapters(newest.tree)
-  if base is not None:
-    there = checkpoint_restore.stored_arrays(newest.tree.path)
-    tree[PARAMETERS], _ = split(
-      tree[PARAMETERS],
-      lambda name: f"{PARAMETERS}/{name}" in there,
-    )
+
+  def saved_part(checkpoint: Verified) -> dict[str, Any]:
+    reader.require_same_adapters(checkpoint)
+    params, variables = job.placed_state.params, job.placed_state.variables
+    if BASE in checkpoint.record:
+      there = checkpoint_restore.stored_arrays(checkpoint.path)
+      params, _ = split(params, lambda name: f"{PARAMETERS}/{name}" in there)
+    return {PARAMETERS: params, VARIABLES: variables}
+
+  given = {"verify": job.config.checkpoint.verify, "warn": warn_once, "together": job.consensus}
   with Waiting(f"restoring the parameters of {folder}").show():
-    step, tree = checkpoint_restore.restore_branches(
-      folder,
-      tree,
-      step,
-      verify=verify,
-      warn=warn_once,
-      together=together,
-    )
+    found, tree = checkpoint_restore.restore_branches(folder, saved_part, step, **given)
+  base = base_parameters.Base.of(_record(found)) if BASE in found.record else None
   params, _ = reader.completed(tree[PARAMETERS], base, str(folder))
   if decay := job.config.evaluation.ema_decay:
-    average = _average(reader, folder / str(step), decay)
+    trained, _ = job.program.split(job.placed_state.params)
+    average = _average(found, trained, decay, job.consensus)
     params = merged(average, job.program.split(params)[1])
-  return step, params, tree[VARIABLES]
+  return found.step, params, tree[VARIABLES]
 
 
-def _average(reader: "ParameterReader", path: epath.Path, decay: float) -> dict[str, Any]:
-  """Returns an average of the trained parameters, from a step's folder, placed as the parameters.
+def _average(checkpoint: Verified, wanted: Any, decay: float, together: Together) -> Any:
+  """Returns an average of the trained parameters of a checkpoint that was read.
+
+  Args:
+    checkpoint: whose files have been verified.
+    wanted: abstract, with the parameters' shardings.
+    decay: which average.
+    together: the processes.
 
   Raises:
     ValueError: the step has no average with this decay; with those that it has.
   """
-  branch, prefix = "optimizer", f"optimizer/{averages.FIELD}/"
-  stored = [
-    name.removeprefix(prefix) for name in checkpoint_restore.stored_arrays(path) if prefix in name
-  ]
-  there = sorted({name.partition("/")[0] for name in stored})
-  key = averages.key(decay)
-  if key not in there:
+  branch, key, path = "optimizer", averages.key(decay), checkpoint.path
+  names = checkpoint_restore.stored_arrays(path)
+  parts = (name.split("/") for name in names if name.startswith(f"{branch}/{averages.FIELD}/"))
+  if key not in (there := sorted({part[2] for part in parts})):
     known = ", ".join(one.replace("_", ".") for one in there)
     known = known or "none (optimizer.ema_decays was not set)"
     raise ValueError(f"evaluation.ema_decay={decay:g}: {path} has no such average; it has {known}")
-  wanted, _ = reader.job.program.split(reader.job.placed_state.params)
-  tree = {branch: {averages.FIELD: {key: wanted}}}
   found = checkpoint_restore.read_arrays(
-    path,
-    tree,
+    dataclasses.replace(checkpoint, large=()),
+    {branch: {averages.FIELD: {key: wanted}}},
     branches=(branch,),
-    verify=reader.job.config.checkpoint.verify,
-    together=reader.job.consensus,
+    together=together,
     compared=True,
   )
   return found[branch][averages.FIELD][key]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from flax import traverse_util
 
 from runtime.suggest import most_similar
 
@@ -75,8 +74,3 @@ def merged(ours: Any, others: Any) -> Any:
   # A key on both sides is an inner node: each leaf is on one side.
   both = {key: merged(ours[key], others[key]) for key in ours if key in others}
   return {**ours, **others, **both}
-
-
-def nested(leaves: Mapping[str, Any]) -> Any:
-  """Returns the nested dicts that have these leaves."""
-  return traverse_util.unflatten_dict(leaves, sep="/")

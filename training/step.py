@@ -20,13 +20,13 @@ from partitioning.constraints import automatic_spec, on_one_device
 from partitioning.dtypes import advanced_history, is_history, wide_dtype
 from partitioning.parallel.manual_region import GatheredOnce, summed_over_batch_parts
 from partitioning.parallel.pipeline_schedule import Schedule
-from partitioning.rules import letters_of, named_leaves
+from partitioning.rules import letters_of, named_leaves, nested
 from training import gradients
 from training.gradients import Gradients, Pipelined
 from training.optimizers.build import gradient_point, make_optimizer
 from training.schedules import learning_rate_schedule
 from training.specs import Resolved, StepSpec
-from training.state import State, merged, nested, split, trainable
+from training.state import State, merged, split, trainable
 from training.tasks import TASKS
 
 with epy.lazy_imports():  # for state in the host's memory, and parameters in bfloat16

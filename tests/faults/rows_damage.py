@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from partitioning.rules import nested
 from tests.faults import same
 from tests.faults.harness import Run
 from tests.faults.plan import Trial
@@ -69,7 +70,7 @@ def _restore(checkpoints: pathlib.Path, expected: dict[str, str], file: str) -> 
     stored = restore.stored_arrays(checkpointer.folder / str(OLDER))
     place = SingleDeviceSharding(jax.devices("cpu")[0])
     target = {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for n, a in stored.items()}
-    step, tree = checkpointer.restore(restore.nested(target))
+    step, tree = checkpointer.restore(nested(target))
   assert step == OLDER, f"step {step} was used"
   [line] = said
   assert f"{checkpoints / str(NEWER)} cannot be read ({file}: " in line, line

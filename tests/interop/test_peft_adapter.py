@@ -14,13 +14,12 @@ from configs.schema import finalize
 from interop import export, hf_config, name_maps, peft_adapter
 from interop.export import ExportFolder, check_folder
 from models import layers, model_spec
-from partitioning.rules import named_leaves
+from partitioning.rules import named_leaves, nested
 from tests.interop import folders
 from tests.interop.test_export import exported
 from tests.models import families, write_families
 from tests.models.families import FAMILIES, drawn, tokens, tree_of
 from training.checkpointing.consensus import Together
-from training.checkpointing.restore import nested
 
 HERE = pathlib.Path(__file__).parent
 PHI_3 = {"window": 7}

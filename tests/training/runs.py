@@ -19,6 +19,7 @@ from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
 from tests.helpers.jobs import make_job
 from training import loop, restore
+from training.checkpointing import integrity
 from training.checkpointing import restore as reading
 from training.setup import Job
 from training.splits import Data
@@ -147,7 +148,7 @@ def rollbacks(workdir: pathlib.Path) -> list[dict]:
 def arrays(workdir: pathlib.Path, step: int, prepared: Job) -> list[np.ndarray]:
   """Returns all arrays of a checkpoint."""
   abstract, folder = vars(prepared.placed_state), epath.Path(workdir) / reading.FOLDER
-  tree = reading.read_arrays(folder / str(step), abstract)
+  tree = reading.read_arrays(integrity.check(folder / str(step), integrity.FULL), abstract)
   return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from partitioning import dtypes
+from partitioning.rules import nested
 from training import gradients
-from training.state import nested
 
 ROWS, COUNT = 6, 3
 

@@ -12,6 +12,7 @@ from input_pipeline.batches import TrainingBatches
 from input_pipeline.row_source import array_source
 from tests.helpers.jobs import make_job
 from tests.training import runs
+from training.checkpointing import integrity
 from training.checkpointing import restore as reading
 from training.loop import TrainSteps
 
@@ -66,7 +67,9 @@ def test_a_run_with_a_ramp_resumes_to_the_bit_within_each_stage_and_between_them
 def test_the_loss_of_a_step_is_that_of_the_next_rows(whole):
   prepared, rows = runs.job(**KEYS, **QUIET), runs.source()
   order = TrainingBatches(rows, global_batch_size=1, seed=0)
-  state = reading.read_arrays(whole / reading.FOLDER / "11", vars(prepared.placed_state))
+  state = reading.read_arrays(
+    integrity.check(whole / reading.FOLDER / "11", integrity.FULL), vars(prepared.placed_state)
+  )
   first = 4 * 2 + 6 * 4 + 1 * 8  # rows that 11 steps have taken
   ids = np.concatenate([order.row_ids(first + n) for n in range(8)])
   batch = jax.device_put(rows.read(ids), prepared.batch_shardings)

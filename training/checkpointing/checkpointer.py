@@ -14,6 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from partitioning.rules import named_leaves, nested
 from processes.workdir_lease import Ownership
 from runtime import files
 from training.checkpointing import async_writer, integrity
@@ -256,7 +257,7 @@ class Checkpointer:
         f"step {step} is not saved: {self.folder} has the steps {reading.listed(there)}, and "
         f"only newer ones can be added"
       )
-    arrays = reading.nested(reading.named_leaves(tree))
+    arrays = nested(named_leaves(tree))
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
     self._owner.require()
     hindrance = ""
@@ -396,7 +397,7 @@ class Checkpointer:
   def _read(self, step: int, abstract: Any, known: Verified | None) -> tuple[Verified, Any]:
     """Returns a step and its tree; a folder whose step is not its name is damaged."""
     verified = known if known is not None and known.step == step else self._check(step)
-    tree = reading.read_arrays(verified.path, abstract, together=self._together, verified=verified)
+    tree = reading.read_arrays(verified, abstract, together=self._together)
     found = tree["step"] if isinstance(tree, dict) and "step" in tree else step
     if int(found) != step:
       raise UnreadableError(f"it contains step {int(found)}")

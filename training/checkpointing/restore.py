@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
+from partitioning.rules import named_leaves, nested
 from processes.coordination import current
 from runtime import files
 from runtime.printable import printable
@@ -70,41 +71,45 @@ def _is_store(folder: epath.Path) -> bool:
 
 def restore_branches(
   folder: epath.PathLike,
-  abstract: Mapping[str, Any],
+  wanted: Mapping[str, Any] | Callable[[Verified], Mapping[str, Any]],
   step: int | None = None,
   *,
   verify: str = FULL,
   warn: Callable[[str], None] = warn,
   together: Together | None = None,
-) -> tuple[int, Any]:
+  compared: bool = False,
+) -> tuple[Verified, Any]:
   """Restores some branches of the state, from a run of any optimizer; writes nothing.
 
   Args:
     folder: of checkpoints, as `parse_location` gives it.
-    abstract: name of the branch -> nested dict of ShapeDtypeStructs with shardings.
+    wanted: name of the branch -> nested dict of ShapeDtypeStructs with shardings; or a function
+      that returns this for a step, and raises ValueError where the step does not fit.
     step: which; by default the newest that can be read.
     verify: how a step is checked before it is read: `full`, `size` or `off`.
     warn: called with the reason why newer ones cannot be read.
     together: the processes, each of which reads its own shards; by default a single one.
+    compared: as of `read_arrays`.
 
   Returns:
-    The step, and a tree like `abstract` of placed arrays.
+    The step's config and record, and a tree as it is wanted, of placed arrays.
 
   Raises:
     ValueError: no such step; names, shapes or dtypes differ (all in one message); or no step
       can be read.
   """
-  folder = epath.Path(folder)
-  together = together or Together()
+  folder, together = epath.Path(folder), together or Together()
 
-  def read(step: int) -> Any:
-    path = folder / str(step)
-    return read_arrays(path, abstract, branches=tuple(abstract), verify=verify, together=together)
+  def read(step: int) -> tuple[Verified, Any]:
+    found = integrity.check(folder / str(step), verify)
+    tree = wanted(found) if callable(wanted) else wanted
+    given = {"branches": tuple(tree), "together": together, "compared": compared}
+    return found, read_arrays(found, tree, **given)
 
   found = restore_first(folder, step, read, together)
   for line in found.warnings(folder, "nothing is changed"):
     warn(line)
-  return found.step, found.tree
+  return found.tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,24 +197,20 @@ def steps(folder: epath.Path) -> list[int]:
 
 
 def read_arrays(
-  path: epath.Path,
+  checkpoint: Verified,
   abstract: Any,
   *,
   branches: Sequence[str] = (),
-  verify: str = FULL,
   together: Together | None = None,
-  verified: Verified | None = None,
   compared: bool = False,
 ) -> Any:
   """Restores arrays directly into their shardings, whatever layout wrote them.
 
   Args:
-    path: a step's folder.
+    checkpoint: whose small files have been verified.
     abstract: a tree of ShapeDtypeStructs with shardings.
     branches: compare and restore only these branches of the state, such as `params`; (): all.
-    verify: how the step is checked first: `full`, `size` or `off`.
     together: the processes, each of which checks its share and reads its own shards.
-    verified: this step, if its small files have been verified already.
     compared: the caller has compared the arrays; dtypes may then differ, and are cast.
 
   Returns:
@@ -219,14 +220,15 @@ def read_arrays(
     UnreadableError: the part of the checkpoint that this process reads is damaged.
     ValueError: its arrays are not the requested ones; every difference in one message.
   """
-  verified = verified or integrity.check(path, verify)
-  wanted = named_leaves(abstract)
+  path, wanted = checkpoint.path, named_leaves(abstract)
   if not compared:  # Orbax reports only one of several differences, and casts dtypes silently
     stored = stored_arrays(path)
     if branches:
       stored = {name: x for name, x in stored.items() if name.partition("/")[0] in branches}
     require_same(path, differences(stored, wanted))
-  integrity.check_share(path, verified.large, together or Together())
+  if not wanted:
+    return abstract
+  integrity.check_share(path, checkpoint.large, together or Together())
   restore_args = {
     name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
     for name, leaf in wanted.items()
@@ -239,29 +241,6 @@ def read_arrays(
   restored = _from_orbax(path, lambda path: handler.restore(path, args=arguments))
   arrays = named_leaves(restored)
   return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
-
-
-def named_leaves(tree: Any) -> dict[str, Any]:
-  """Returns name -> leaf, a name being the path with `/` between its keys."""
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns nested dicts of the leaves, a level for each part of their names.
-
-  Containers of other kinds (the optimizer's named tuples) are written as dicts, so that a
-  checkpoint is read without the library that made them: `optimizer/0/mu` is `["0"]["mu"]`.
-  """
-  tree: dict[str, Any] = {}
-  for name, leaf in leaves.items():
-    *parents, last = name.split("/")
-    inner = tree
-    for key in parents:
-      inner = inner.setdefault(key, {})
-    assert last not in inner, name  # two leaves of one name: a key holds a "/"
-    inner[last] = leaf
-  return tree
 
 
 def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ jax.distributed.initialize(f"localhost:{PORT}", COUNT, INDEX)
 import numpy as np  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
+from partitioning.rules import nested  # noqa: E402
 from training.checkpointing import restore as reading  # noqa: E402
 from training.checkpointing.checkpointer import Checkpointer  # noqa: E402
 
@@ -39,7 +40,7 @@ def restore() -> dict[str, int]:
   with Checkpointer(FOLDER, read_only=True) as checkpointer:
     [step] = checkpointer.steps()
     stored = reading.stored_arrays(checkpointer.folder / str(step))
-    target = reading.nested(
+    target = nested(
       {
         name: jax.ShapeDtypeStruct(
           array.shape, array.dtype, sharding=rows if name == "optimizer/large" else whole

@@ -79,7 +79,7 @@ def restored_parameters(folder, step=None, target=None, **settings):
   """Returns (step, parameters) of a checkpoint, by default for `counting_target`."""
   abstract = {"params": target or counting_target()["params"]}
   found, tree = restore.restore_branches(folder, abstract, step, **settings)
-  return found, tree["params"]
+  return found.step, tree["params"]
 
 
 def assert_bit_equal(ours, theirs) -> None:

@@ -1,6 +1,5 @@
 """Where a checkpoint is, and its parameters alone."""
 
-import collections
 import re
 
 import jax
@@ -17,8 +16,6 @@ from tests.training.checkpointing.states import (
 from training.checkpointing.checkpointer import Checkpointer
 from training.checkpointing.restore import (
   differences,
-  named_leaves,
-  nested,
   parse_location,
   restore_branches,
 )
@@ -87,21 +84,6 @@ def test_parameters_of_another_model_are_refused_in_one_message(run):
     "  params/more: absent in the checkpoint, float32[8] here",
     "  params/up/kernel: float32[24, 130] in the checkpoint, absent here",
   ]
-
-
-# ------------------------------ trees by name ------------------------------
-
-Moments = collections.namedtuple("Moments", "count mu")
-
-
-def test_names_are_paths_through_containers_of_every_kind():
-  tree = {"a": [np.zeros(2), {"b": np.ones(3)}], "c": Moments(np.int32(1), (np.ones(5),))}
-  assert [*named_leaves(tree)] == ["a/0", "a/1/b", "c/count", "c/mu/0"]
-
-
-def test_stored_trees_are_dicts_alone():
-  leaves = {"a/0": 1, "a/1/b": 2, "c": 3}
-  assert nested(leaves) == {"a": {"0": 1, "1": {"b": 2}}, "c": 3}
 
 
 def test_names_shapes_and_types_are_compared_both_ways():
