@@ -276,7 +276,9 @@ def for_page(figure: Figure, label: str, name: str, titles: Mapping[str, str]) -
   body = _PATTERN.sub(lambda found: f"var({_VARIABLES[found[0]]})", body)
   body = re.sub(r"<style.*?</style>|font-family: [^;\"]*; ?", "", body, flags=re.DOTALL)
   body = re.sub(r"\s*\n\s*", "\n", body)
-  for gid, title in titles.items():
-    group = f'<g id="{name}-{gid}">'
-    body = body.replace(group, f"{group}<title>{escape(title)}</title>", 1)
+  body = re.sub(
+    rf'<g id="{name}-([^"]*)">',
+    lambda found: found[0] + (f"<title>{escape(t)}</title>" if (t := titles.get(found[1])) else ""),
+    body,
+  )
   return Markup(f'<svg viewBox="{box}" role="img" aria-label="{escape(label)}">{body}</svg>')

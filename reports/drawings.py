@@ -11,9 +11,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from xml.sax.saxutils import escape
 
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.measure import measure_renderables
@@ -21,8 +20,9 @@ from rich.table import Table
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from partitioning.rules import partition_spec, spec_axes, spec_entries
 from reports.grid import Cell, Edge, Panel, Sheet, color
+
+Place = tuple[tuple[int, int], ...]  # of a shard: (start, stop) by dim
 
 # Larger numbers of rows or panels are drawn with a gap.
 TERMINAL_ROWS = 8
@@ -50,59 +50,72 @@ SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="BOX" SIZE role="img">
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-  """A shard of an array: its place in the global array, and the ids of all devices that have it."""
+def blocks(shape: Sequence[int], sharding: Sharding) -> dict[Place, tuple[int, ...]]:
+  """Returns the place of each shard -> ids of the devices that have it, in the order of places.
 
-  index: tuple[slice, ...]
-  devices: tuple[int, ...]
+  A place is (start, stop) by dim.
 
-
-@dataclasses.dataclass(frozen=True)
-class Picture:
-  """How one array is sharded.
-
-  Attributes:
-    title: such as the array's name.
-    shape: global shape.
-    dims: a name per dim, or nothing.
-    spec: the mesh axes that shard each dim, as observed; None for an unsharded dim.
-    sizes: mesh axis -> size; empty if the sharding has no mesh.
-    blocks: the distinct shards, in the order of their places.
+  Raises:
+    ValueError: the sharding does not divide the shape.
   """
+  found: dict[Place, list[int]] = {}
+  for device, index in sharding.devices_indices_map(tuple(shape)).items():
+    place = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+    found.setdefault(place, []).append(device.id)
+  return {place: tuple(sorted(ids)) for place, ids in sorted(found.items())}
 
-  title: str
-  shape: tuple[int, ...]
-  dims: tuple[str, ...]
-  spec: PartitionSpec
-  sizes: Mapping[str, int]
-  blocks: tuple[Block, ...]
+
+def cutting_axes(found: Mapping[Place, Sequence[int]], mesh: Mesh) -> list[tuple[str, ...]]:
+  """Returns, for each dim, the mesh axes that shard it, outermost first: as `blocks` shows it."""
+  starts_of = {i: [start for start, _ in place] for place, ids in found.items() for i in ids}
+  starts = np.array([starts_of[device.id] for device in mesh.devices.flat], np.int64)
+  entries = []
+  for start in starts.T.reshape(-1, *mesh.devices.shape):
+    steps = {
+      axis: np.abs(np.diff(start, axis=i)).max(initial=0) for i, axis in enumerate(mesh.axis_names)
+    }
+    axes = sorted((axis for axis in steps if steps[axis]), key=lambda axis: -steps[axis])
+    entries.append(tuple(axes))
+  return entries
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dim:
+  """A dim of an array: its name and size, where it is cut, and the mesh axes that cut it."""
+
+  name: str
+  size: int
+  parts: Sequence[tuple[int, int]]
+  axes: tuple[str, ...]
 
   @property
-  def copied(self) -> tuple[str, ...]:
-    """Returns the mesh axes over which the array is replicated."""
-    return tuple(a for a, size in self.sizes.items() if size > 1 and a not in spec_axes(self.spec))
+  def text(self) -> str:
+    """Returns `feedforward = 384`."""
+    return f"{self.name} = {self.size}"
 
+  @property
+  def cut(self) -> str:
+    """Returns `over tensor (2 x 192)`."""
+    count, lengths = len(self.parts), {stop - start for start, stop in self.parts}
+    if count == 1:
+      return "unsharded"
+    pieces = f"{count} x {lengths.pop()}" if len(lengths) == 1 else f"{count} pieces"
+    return f"over {'+'.join(self.axes)} ({pieces})" if self.axes else f"in {pieces}"
 
-@dataclasses.dataclass(frozen=True)
-class Holdings:
-  """A text for each device of a mesh, such as its shards.
-
-  Attributes:
-    title: one line.
-    mesh: the mesh that it is drawn as.
-    values: device id -> text, lines divided by newlines.
-  """
-
-  title: str
-  mesh: Mesh
-  values: Mapping[int, str]
+  @property
+  def edge(self) -> Edge:
+    """Returns the edge of the grid along which it is drawn."""
+    several = len(self.parts) > 1
+    labels = tuple(f"{start}:{stop}" for start, stop in self.parts) if several else ("",)
+    return Edge(self.text, self.cut, labels)
 
 
 def picture(
   shape: Sequence[int], sharding: Sharding, *, title: str = "", dims: Iterable[str] = ()
-) -> Picture:
-  """Returns how an array of this shape is sharded.
+) -> Sheet:
+  """Returns the drawing of an array of this shape: which devices have each of its shards.
+
+  The last two sharded dims make the grid, further ones a panel per shard.
 
   Args:
     shape: global shape.
@@ -113,100 +126,36 @@ def picture(
   Raises:
     ValueError: the number of names is not that of dims, or the sharding does not divide the shape.
   """
-  shape, dims = tuple(shape), tuple(dims)
-  if dims and len(dims) != len(shape):
-    raise ValueError(f"dims {', '.join(dims)}: {len(dims)} names for shape {shape}")
-  indices = sharding.devices_indices_map(shape)
-  ends = np.array(
-    [
-      [
-        (part.start or 0, size if part.stop is None else part.stop)
-        for part, size in zip(index, shape, strict=True)
-      ]
-      for index in indices.values()
-    ],
-    np.int64,
-  ).reshape(len(indices), 2 * len(shape))
-  places, block_of = np.unique(ends, axis=0, return_inverse=True)
-  holders: list[list[int]] = [[] for _ in places]
-  for device, block in zip(indices, block_of.tolist(), strict=True):
-    holders[block].append(device.id)
-  blocks = tuple(
-    Block(tuple(map(slice, place[::2], place[1::2])), tuple(sorted(ids)))
-    for place, ids in zip(places.tolist(), holders, strict=True)
-  )
+  rank, names = len(shape), tuple(dims)
+  if names and len(names) != rank:
+    raise ValueError(f"dims {', '.join(names)}: {len(names)} names for shape {tuple(shape)}")
+  found = blocks(shape, sharding)
   mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-  spec = (
-    PartitionSpec(*(None,) * len(shape))
-    if mesh is None
-    else _seen_spec(mesh, dict(zip(indices, ends[:, ::2], strict=True)))
-  )
-  return Picture(title, shape, dims, spec, dict(mesh.shape) if mesh else {}, blocks)
-
-
-def holdings(title: str, mesh: Mesh, values: Mapping[int, str]) -> Holdings:
-  """Returns a text for each device, to be drawn on the mesh.
-
-  Args:
-    title: one line.
-    mesh: devices and their axes.
-    values: device id -> text; other devices are empty.
-
-  Raises:
-    ValueError: a device that is not in the mesh.
-  """
-  if unknown := sorted(set(values) - {device.id for device in mesh.devices.flat}):
-    raise ValueError(f"{title}: the mesh has no device {', '.join(map(str, unknown))}")
-  return Holdings(title, mesh, dict(values))
-
-
-def _seen_spec(mesh: Mesh, starts_by_device: Mapping[jax.Device, np.ndarray]) -> PartitionSpec:
-  """Returns, for each dim, the axes that shard it, outermost first."""
-  starts = np.array([starts_by_device[device] for device in mesh.devices.flat])
-  starts = starts.T.reshape(-1, *mesh.devices.shape)
-  entries = []
-  for start in starts:
-    steps = {
-      axis: np.abs(np.diff(start, axis=i)).max(initial=0) for i, axis in enumerate(mesh.axis_names)
-    }
-    axes = sorted((axis for axis in steps if steps[axis]), key=lambda axis: -steps[axis])
-    entries.append(tuple(axes))
-  return partition_spec(entries)
-
-
-# ------------------------------ picture -> sheet ------------------------------
-
-
-def sheet(drawn: Picture | Holdings) -> Sheet:
-  """Returns the sheet of a picture, which terminal and SVG both draw."""
-  return _sheet_of_array(drawn) if isinstance(drawn, Picture) else _sheet_of_mesh(drawn)
-
-
-def _sheet_of_array(p: Picture) -> Sheet:
-  """The last two sharded dims make the grid, further ones a panel per shard."""
-  rank = len(p.shape)
-  parts = [sorted({(b.index[d].start, b.index[d].stop) for b in p.blocks}) for d in range(rank)]
-  split = [d for d in range(rank) if len(parts[d]) > 1]
-  row, column = _grid_dims(rank, split)
-  outer = [d for d in split if d not in (row, column)]
-  numbers = [{place: i for i, place in enumerate(each)} for each in parts]
-  panels: dict[str, dict] = {}
-  for block in p.blocks:
-    ends = [(part.start, part.stop) for part in block.index]
-    caption = ", ".join(f"{_name(p, d)} {ends[d][0]}:{ends[d][1]}" for d in outer)
-    place = tuple(0 if d is None else numbers[d][ends[d]] for d in (row, column))
-    cell = Cell(block.devices, hatch=int(len(block.devices) > 1))
-    panels.setdefault(caption, {})[place] = cell
-  letters = "".join(p.dims) if all(len(name) == 1 for name in p.dims) else ""
-  what = f"{letters} {list(p.shape)}" if rank else "(scalar)"
-  return Sheet(
-    " ".join(f"{p.title} {what}".split()),
-    _edge(p, row, parts),
-    _edge(p, column, parts),
-    panels,
-    _notes(p, [d for d in range(rank) if d not in (row, column)], parts),
-    turnable=rank == 1,
-  )
+  axes = [()] * rank if mesh is None else cutting_axes(found, mesh)
+  every = [
+    _Dim(names[d] if names else f"dim {d}", size, sorted({place[d] for place in found}), axes[d])
+    for d, size in enumerate(shape)
+  ]
+  split = [d for d, dim in enumerate(every) if len(dim.parts) > 1]
+  grid = _grid_dims(rank, split)
+  panels: dict[str, list[Cell]] = {}
+  for place, ids in found.items():
+    ends = ((every[d].name, *place[d]) for d in split if d not in grid)
+    caption = ", ".join(f"{name} {start}:{stop}" for name, start, stop in ends)
+    panels.setdefault(caption, []).append(Cell(ids, hatch=int(len(ids) > 1)))
+  letters = "".join(names) if all(len(name) == 1 for name in names) else ""
+  what = f"{letters} {list(shape)}" if rank else "(scalar)"
+  notes = _notes([dim for d, dim in enumerate(every) if d not in grid])
+  counts = sorted({len(ids) for ids in found.values()})
+  if counts[-1] > 1:
+    number = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    each = "the array is" if len(found) == 1 else "each block is"
+    sizes, cut = dict(mesh.shape) if mesh else {}, {axis for some in axes for axis in some}
+    over = " and ".join(axis for axis, size in sizes.items() if size > 1 and axis not in cut)
+    notes.append(f"{each} on {number} devices{over and ', replicated over '}{over}")
+  edges = (Edge() if d is None else every[d].edge for d in grid)
+  name = " ".join(f"{title} {what}".split())
+  return Sheet(name, *edges, _frozen(panels), tuple(notes), turnable=rank == 1)
 
 
 def _grid_dims(rank: int, split: list[int]) -> tuple[int | None, int | None]:
@@ -220,81 +169,61 @@ def _grid_dims(rank: int, split: list[int]) -> tuple[int | None, int | None]:
   return rank - 2, rank - 1
 
 
-def _name(p: Picture, d: int) -> str:
-  return p.dims[d] if p.dims else f"dim {d}"
-
-
-def _cut(p: Picture, d: int, parts: list) -> str:
-  """Returns `over tensor (2 x 192)`."""
-  if len(parts[d]) == 1:
-    return "unsharded"
-  lengths = {stop - start for start, stop in parts[d]}
-  pieces = f"{len(parts[d])} x {lengths.pop()}" if len(lengths) == 1 else f"{len(parts[d])} pieces"
-  axes = "+".join(spec_entries(p.spec)[d])
-  return f"over {axes} ({pieces})" if axes else f"in {pieces}"
-
-
-def _edge(p: Picture, d: int | None, parts: list) -> Edge:
-  if d is None:
-    return Edge()
-  labels = tuple(f"{start}:{stop}" for start, stop in parts[d]) if len(parts[d]) > 1 else ("",)
-  return Edge(f"{_name(p, d)} = {p.shape[d]}", _cut(p, d, parts), labels)
-
-
-def _notes(p: Picture, undrawn: list[int], parts: list) -> tuple[str, ...]:
-  notes = []
-  for d in undrawn:
-    if len(parts[d]) > 1:
-      notes.append(f"one panel per shard of {_name(p, d)} = {p.shape[d]}, {_cut(p, d, parts)}")
-  if whole := [f"{_name(p, d)} = {p.shape[d]}" for d in undrawn if len(parts[d]) == 1]:
+def _notes(undrawn: Sequence[_Dim]) -> list[str]:
+  """Returns what is said of dims that the grid does not show."""
+  split = [dim for dim in undrawn if len(dim.parts) > 1]
+  notes = [f"one panel per shard of {dim.text}, {dim.cut}" for dim in split]
+  if whole := [dim.text for dim in undrawn if dim not in split]:
     notes.append(f"unsharded, not drawn: {', '.join(whole)}")
-  counts = sorted({len(block.devices) for block in p.blocks})
-  if counts[-1] > 1:
-    number = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    what = "the array is" if len(p.blocks) == 1 else "each block is"
-    along = f", replicated over {' and '.join(p.copied)}" if p.copied else ""
-    notes.append(f"{what} on {number} devices{along}")
-  return tuple(notes)
+  return notes
 
 
-def _sheet_of_mesh(h: Holdings) -> Sheet:
-  """The last two axes larger than 1 make the grid, further ones a panel per position."""
-  names, devices = h.mesh.axis_names, h.mesh.devices
-  long = [i for i, size in enumerate(devices.shape) if size > 1]
-  row = long[-2] if len(long) > 1 else None
-  column = long[-1] if long else None
-  counts = collections.Counter(filter(None, h.values.values()))
+def _frozen(panels: Mapping[str, Iterable[Cell]]) -> dict[str, tuple[Cell, ...]]:
+  return {caption: tuple(cells) for caption, cells in panels.items()}
+
+
+def holdings(title: str, mesh: Mesh, values: Mapping[int, str]) -> Sheet:
+  """Returns the drawing of a mesh with a text for each device, such as what it has.
+
+  The last two axes larger than 1 make the grid, further ones a panel per position.
+
+  Args:
+    title: one line.
+    mesh: devices and their axes.
+    values: device id -> text, lines divided by newlines; other devices are empty.
+
+  Raises:
+    ValueError: a device that is not in the mesh.
+  """
+  if unknown := sorted(set(values) - {device.id for device in mesh.devices.flat}):
+    raise ValueError(f"{title}: the mesh has no device {', '.join(map(str, unknown))}")
+  names, shape = mesh.axis_names, mesh.devices.shape
+  long = [i for i, size in enumerate(shape) if size > 1]
+  counts = collections.Counter(filter(None, values.values()))
   several = (text for text, count in counts.items() if count > 1)
   hatches = {text: number for number, text in enumerate(several, start=1)}
-  panels: dict[str, dict] = {}
-  for position, device in np.ndenumerate(devices):
+  panels: dict[str, list[Cell]] = {}
+  for position, device in np.ndenumerate(mesh.devices):
     caption = ", ".join(f"{names[i]} {position[i]}" for i in long[:-2])
-    place = tuple(0 if i is None else position[i] for i in (row, column))
-    text = h.values.get(device.id, "-")
-    cell = Cell((device.id,), text, hatches.get(text, 0))
-    panels.setdefault(caption, {})[place] = cell
-  edges = [
-    Edge() if i is None else Edge(f"{names[i]} = {devices.shape[i]}", "", ("",) * devices.shape[i])
-    for i in (row, column)
-  ]
+    text = values.get(device.id, "-")
+    panels.setdefault(caption, []).append(Cell((device.id,), text, hatches.get(text, 0)))
+  edges = [Edge(f"{names[i]} = {shape[i]}", "", ("",) * shape[i]) for i in long[-2:]]
+  edges = [Edge()] * (2 - len(edges)) + edges
   notes = ("in each box: the device, and what it holds",) if counts else ()
-  return Sheet(h.title, *edges, panels, notes, turnable=row is None)
+  return Sheet(title, *edges, _frozen(panels), notes, turnable=len(long) < 2)
 
 
 # ------------------------------ sheet -> terminal, SVG ------------------------------
 
 
-def terminal(
-  drawn: Picture | Holdings, *, width: int = 80, hatched: bool = False
-) -> RenderableType:
+def terminal(s: Sheet, *, width: int = 80, hatched: bool = False) -> RenderableType:
   """Returns the drawing as rich tables; what does not fit is replaced by a gap.
 
   Args:
-    drawn: a picture or holdings.
+    s: the drawing.
     width: in characters. Long names are not truncated.
     hatched: fills replicated shards with strokes.
   """
-  s = sheet(drawn)
   extra = 3 if hatched else 0  # two strokes and a space
   if s.turnable and len(s.columns.labels) * (s.cell_width + extra + 3) + 1 > width:
     s = s.turned()
@@ -372,14 +301,14 @@ def plain(renderable: RenderableType) -> str:
   return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
 
 
-def svg(drawn: Picture | Holdings, *, width: int = 80) -> str:
+def svg(s: Sheet, *, width: int = 80) -> str:
   """Returns the drawing as an SVG that needs nothing else and follows a dark color scheme.
 
   Args:
-    drawn: a picture or holdings.
+    s: the drawing.
     width: in characters; what does not fit is drawn with a gap.
   """
-  rendered = terminal(drawn, width=width, hatched=True)
+  rendered = terminal(s, width=width, hatched=True)
   lines = plain(rendered).splitlines()
   columns = max(map(len, lines))
   console = Console(
@@ -389,7 +318,7 @@ def svg(drawn: Picture | Holdings, *, width: int = 80) -> str:
   text = console.export_svg(theme=THEME, code_format=SVG, font_aspect_ratio=0.6)
   width, height = 12 * columns + 24, round(24.4 * len(lines)) + 24  # rich's pixels of a character
   values = {
-    "TITLE": escape(sheet(drawn).title),
+    "TITLE": escape(s.title),
     "BOX": f"-12 -12 {width} {height}",
     "SIZE": f'width="{round(0.62 * width)}" height="{round(0.62 * height)}"',
   }

@@ -5,6 +5,7 @@ Terminals (rich), pages (HTML tables) and the documentation's SVG all draw this 
 
 import colorsys
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,7 +80,7 @@ class Sheet:
     title: one line above it.
     rows: the left edge.
     columns: the upper edge.
-    panels: caption -> (row, column) -> Cell; more than one if there are further dims or axes.
+    panels: caption -> cells, row after row; more than one if there are further dims or axes.
     notes: lines below.
     turnable: whether a single row may be drawn as a column if it is too wide.
   """
@@ -87,21 +88,22 @@ class Sheet:
   title: str
   rows: Edge
   columns: Edge
-  panels: Mapping[str, Mapping[tuple[int, int], Cell]]
+  panels: Mapping[str, tuple[Cell, ...]]
   notes: tuple[str, ...] = ()
   turnable: bool = False
 
   @property
   def cell_width(self) -> int:
     """Returns the characters of the widest cell or column label."""
-    cells = (cell for panel in self.panels.values() for cell in panel.values())
+    cells = (cell for panel in self.panels.values() for cell in panel)
     texts = [line for cell in cells for line in cell.lines]
     return max(map(len, [*texts, *self.columns.labels]), default=1)
 
   def turned(self) -> "Sheet":
     """Returns the sheet with rows and columns exchanged."""
+    wide = len(self.columns.labels)
     panels = {
-      caption: {(column, row): cell for (row, column), cell in cells.items()}
+      caption: tuple(cell for column in range(wide) for cell in cells[column::wide])
       for caption, cells in self.panels.items()
     }
     return dataclasses.replace(self, rows=self.columns, columns=self.rows, panels=panels)
@@ -127,43 +129,29 @@ class Sheet:
     ]
 
   def _cell(self, caption: str, row: int | None, column: int | None) -> Cell:
-    return self.panels[caption].get((row, column), Cell())  # of a gap an empty one
-
-
-def as_json(sheet: Sheet) -> dict[str, Any]:
-  """Returns a drawing as JSON has it."""
-  edges = {
-    name: {"title": edge.title, "under": edge.under, "labels": list(edge.labels)}
-    for name, edge in (("rows", sheet.rows), ("columns", sheet.columns))
-  }
-  panels = [
-    {
-      "caption": caption,
-      "cells": [[*place, list(cell.devices), cell.text, cell.hatch] for place, cell in one.items()],
-    }
-    for caption, one in sheet.panels.items()
-  ]
-  notes = list(sheet.notes)
-  return {
-    **{"title": sheet.title, **edges, "panels": panels, "notes": notes},
-    "turnable": sheet.turnable,
-  }
+    if row is None or column is None:
+      return Cell()  # of a gap
+    return self.panels[caption][row * len(self.columns.labels) + column]
 
 
 def from_json(values: Mapping[str, Any]) -> Sheet:
-  """Returns the drawing that `as_json` has written."""
-  rows, columns = (
-    Edge(edge["title"], edge["under"], tuple(edge["labels"]))
-    for edge in (values["rows"], values["columns"])
-  )
-  panels = {
-    one["caption"]: {
-      (row, column): Cell(tuple(devices), text, hatch)
-      for row, column, devices, text, hatch in one["cells"]
-    }
-    for one in values["panels"]
+  """Returns the drawing whose `dataclasses.asdict` was written as JSON.
+
+  Raises:
+    ValueError: a panel has not a cell for each row and column.
+  """
+  edges = {
+    name: Edge(**{**values[name], "labels": tuple(values[name]["labels"])})
+    for name in ("rows", "columns")
   }
-  return Sheet(values["title"], rows, columns, panels, tuple(values["notes"]), values["turnable"])
+  panels = {
+    caption: tuple(Cell(tuple(one["devices"]), one["text"], one["hatch"]) for one in cells)
+    for caption, cells in values["panels"].items()
+  }
+  count = math.prod(len(edge.labels) for edge in edges.values())
+  if any(len(cells) != count for cells in panels.values()):
+    raise ValueError(f"{values['title']}: a panel has not {count} cells")
+  return Sheet(**{**values, **edges, "panels": panels, "notes": tuple(values["notes"])})
 
 
 def shown(count: int, most: int) -> list[int | None]:

@@ -15,7 +15,7 @@ from partitioning import rules
 from partitioning.constraints import Constraint
 from partitioning.mesh_sizes import mesh_text
 from partitioning.rules import Placement, bytes_per_device, shape_text, size_text, spec_text
-from reports import drawings, grid, pipeline_picture
+from reports import drawings, pipeline_picture
 from reports.grid import Sheet
 from reports.html import memory_bar, render
 from reports.layout_text import CHOICES, matrix_lines, of_layers
@@ -57,7 +57,7 @@ class Side:
   def mesh(self) -> Sheet:
     """Returns the drawing of the mesh."""
     numbers = {device.id: "" for device in self.job.mesh.devices.flat}
-    return drawings.sheet(drawings.holdings("", self.job.mesh, numbers))
+    return drawings.holdings("", self.job.mesh, numbers)
 
   @property
   def legend(self) -> str:
@@ -128,7 +128,7 @@ class Side:
     """Returns the drawing of an array's shards."""
     sharding = NamedSharding(self.job.mesh, array.spec)
     dims = self.dims(array.letters)
-    return drawings.sheet(drawings.picture(array.shape, sharding, title=title, dims=dims))
+    return drawings.picture(array.shape, sharding, title=title, dims=dims)
 
 
 def html(
@@ -409,7 +409,7 @@ def stored_layout(job: Job) -> dict[str, Any]:
   schedule = job.program.pipeline
   small = job.mesh.size <= MOST_DEVICES
   drawn = [
-    {"names": names, "sheet": grid.as_json(side.drawing(placement))}
+    {"names": names, "sheet": dataclasses.asdict(side.drawing(placement))}
     for names, placement in (_ways(job.placements["parameters"])[:MOST_DRAWINGS] if small else ())
   ]
   sizes = {
@@ -418,7 +418,7 @@ def stored_layout(job: Job) -> dict[str, Any]:
   }
   return {
     "caption": side.caption,
-    "mesh": grid.as_json(side.mesh) if small else None,
+    "mesh": dataclasses.asdict(side.mesh) if small else None,
     "parameters": job.parameter_counts()[0],
     "bytes_per_device": sizes,
     "replicated_bytes": rules.replicated_bytes(side.held, side.sizes),

@@ -20,6 +20,7 @@ from partitioning.rules import (
   shape_text,
   shard_shape,
   size_text,
+  spec_entries,
   spec_text,
 )
 from reports import drawings
@@ -269,23 +270,25 @@ def ways_text(placements: Iterable[Placement], mesh: Mesh, *, width: int = 120) 
     mesh: of their specs.
     width: in characters.
   """
-  ways: dict[frozenset, list[drawings.Picture]] = {}
+  ways: dict[frozenset, list[Placement]] = {}
   for p in placements:
-    drawn = drawings.picture(p.shape, NamedSharding(mesh, p.spec), title=p.name, dims=p.letters)
     cut = [
-      ((p.letters[d] if p.letters else d), p.shape[d], entry)
-      for d, entry in enumerate(drawn.spec)
-      if entry
+      ((p.letters[d] if p.letters else d), p.shape[d], axes)
+      for d, entry in enumerate(spec_entries(p.spec))
+      if (axes := tuple(axis for axis in entry if mesh.shape[axis] > 1))
     ]
-    ways.setdefault(frozenset(cut), []).append(drawn)
+    ways.setdefault(frozenset(cut), []).append(p)
   texts = []
   for members in (members for cut, members in ways.items() if cut):
-    text = drawings.plain(drawings.terminal(members[0], width=width))
-    also = _names_text([p.title for p in members])
+    p = members[0]
+    sharding = NamedSharding(mesh, p.spec)
+    drawn = drawings.picture(p.shape, sharding, title=p.name, dims=p.letters)
+    text = drawings.plain(drawings.terminal(drawn, width=width))
+    also = _names_text([p.name for p in members])
     also = textwrap.wrap(f"sharded alike: {also}", width) if len(members) > 1 else []
     texts.append("\n".join([text, *also]))
   if (whole := ways.get(frozenset())) and mesh.size > 1:
-    names = _names_text([p.title for p in whole])
+    names = _names_text([p.name for p in whole])
     texts.append("\n".join(textwrap.wrap(f"replicated on all {mesh.size} devices: {names}", width)))
   return "\n\n".join(texts)
 

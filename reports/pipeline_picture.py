@@ -1,4 +1,4 @@
-"""A pipeline schedule as a picture, as text and as SVG: a row per stage, its passes, the bubble.
+"""A pipeline schedule as a picture, as text and on a page: a row per stage, its passes, the bubble.
 
 Time goes from left to right. All stages do the same kind of work at a time, so a column is a
 forward pass or a backward pass of every stage, and a cell without one is a part of the bubble.
@@ -6,34 +6,17 @@ forward pass or a backward pass of every stage, and a cell without one is a part
 
 import dataclasses
 import textwrap
-from collections.abc import Sequence
 from typing import Any, NamedTuple
-from xml.sax.saxutils import escape
-
-from markupsafe import Markup
 
 from partitioning.parallel.pipeline_schedule import Schedule, Unit, Work
 from reports.grid import gap_text, shown
 
-ROWS, COLUMNS = 12, 96  # more stages, and more columns of an SVG, are drawn with a gap
+ROWS, COLUMNS = 12, 96  # more stages, and more columns on a page, are drawn with a gap
 BUBBLE, GAP = "░", "…"
-# Of an SVG, in pixels: a character, the height of a row, what is around it. A backward pass takes
-# three times as long as a forward pass, since it computes that again.
-CHARACTER, ROW, LEFT, TOP, BACKWARD = 7, 22, 64, 46, 3
-STYLE = """
-.pipeline { font: 11px ui-monospace, Menlo, Consolas, monospace; max-width: none; }
-.pipeline text { fill: #1f2328; text-anchor: middle; }
-.pipeline .name { text-anchor: start; }
-.pipeline rect { stroke: #59636e; stroke-width: .5; }
-.pipeline .forward { fill: #b6d7f5; }
-.pipeline .backward { fill: #f7dcae; }
-.pipeline path { stroke: #59636e; }
-@media (prefers-color-scheme: dark) {
-  .pipeline text { fill: #e6edf3; }
-  .pipeline .forward { fill: #17446e; }
-  .pipeline .backward { fill: #6b4a10; }
-}
-"""
+# Of a picture on a page, in inches: a character, the height of a row, the names of stages.
+CHARACTER, ROW, LEFT = 0.09, 0.25, 0.7
+# A backward pass takes three times as long as a forward pass, since it computes that again.
+LENGTHS = {Work.FORWARD: 1, Work.BACKWARD: 3}
 
 
 class Column(NamedTuple):
@@ -168,87 +151,67 @@ def _range_text(numbers: range) -> str:
   return f"{numbers.start}" if len(numbers) == 1 else f"{numbers.start}-{last}"
 
 
-# ------------------------------ SVG ------------------------------
+# ------------------------------ on a page ------------------------------
 
 
-def svg(schedule: Schedule, layers: int) -> str:
-  """Returns the picture as SVG; widths are times, and a cell's tooltip has its layers.
+def for_page(schedule: Schedule, layers: int) -> dict[str, Any]:
+  """Returns the picture and the layers of each stage, for the macro `schedules` of a page.
+
+  Widths are times, and a cell's tooltip has its layers.
 
   Args:
     schedule: of a mesh with stages.
     layers: of the model.
   """
-  every, several = columns(schedule), schedule.chunks > 1
-  unit = CHARACTER * (1 + len(_name(_last(schedule), several)))
-  widths = {Work.FORWARD: unit, Work.BACKWARD: BACKWARD * unit}
-  places, lefts, x = _middle_left_out(len(every), COLUMNS), [], LEFT
+  # Not at the top: a training run imports this module for its text alone, and draws nothing.
+  import matplotlib
+  from matplotlib.figure import Figure
+  from matplotlib.patches import Rectangle
+
+  from reports import charts
+
+  every, stages, several = columns(schedule), shown(schedule.stages, ROWS), schedule.chunks > 1
+  places, lefts, end = _middle_left_out(len(every), COLUMNS), [], 0
   for place in places:
-    lefts.append(x)
-    x += unit if place is None else widths[every[place].work]
-  stages = shown(schedule.stages, ROWS)
-  height = TOP + ROW * len(stages)
-  parts = [_text(4, 14, f"{title(schedule)}", "name")]
-  hatch = _hatch(schedule)
-  legend = (("forward", "forward pass"), ("backward", "backward pass"), (hatch, "bubble"))
-  for number, (kind, name) in enumerate(legend):
-    parts.append(f'<rect class="{kind}" x="{LEFT + 120 * number}" y="22" width="14" height="12"/>')
-    parts.append(_text(LEFT + 120 * number + 20, 32, name, "name"))
-  for row, stage in enumerate(stages):
-    y = TOP + ROW * row
-    name = gap_text(stages, schedule.stages) if stage is None else f"stage {stage}"
-    parts.append(_text(4, y + 15, name, "name"))
-    for place, left in zip(places, lefts, strict=True) if stage is not None else ():
-      if place is None:
-        parts.append(_text(left + unit / 2, y + 15, "..."))
-        continue
-      parts += _cell(schedule, layers, stage, every[place], (left, y, widths[every[place].work]))
-  style = f"{STYLE}.pipeline .{hatch} {{ fill: url(#{hatch}); }}\n"
-  # The title may be wider than a small schedule.
-  across, down = max(x + 6, 8 + CHARACTER * len(title(schedule))), height + 6
-  return (
-    '<svg xmlns="http://www.w3.org/2000/svg" class="pipeline" '
-    f'viewBox="0 0 {across} {down}" width="{across}" height="{down}" role="img">'
-    f"<title>{escape(title(schedule))}</title><style>{style}</style><defs>"
-    f'<pattern id="{hatch}" width="5" height="5" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)"><path d="M0 0V5"/></pattern></defs>'
-    f"{''.join(parts)}</svg>"
-  )
-
-
-def for_page(schedule: Schedule, layers: int) -> dict[str, Any]:
-  """Returns the picture and the layers of each stage, for the macro `schedules` of a page."""
-  stages = range(schedule.stages)
+    lefts.append(end)
+    end += 1 if place is None else LENGTHS[every[place].work]
+  wide, high = end * CHARACTER * (1 + len(_name(_last(schedule), several))), ROW * len(stages)
+  colors = {Work.FORWARD: charts.SERIES[0], Work.BACKWARD: charts.SERIES[1]}
+  style, titles = {"ha": "center", "va": "center"}, {}
+  with matplotlib.rc_context({**charts.SETTINGS, "hatch.linewidth": 0.4}):
+    figure = Figure(figsize=(LEFT + wide, high))
+    axes = figure.add_axes((LEFT / (LEFT + wide), 0, wide / (LEFT + wide), 1))
+    for row, stage in enumerate(stages):
+      for place, left in zip(places, lefts, strict=True) if stage is not None else ():
+        if place is None:
+          axes.text(left + 0.5, row, GAP, **style)
+          continue
+        work, unit = every[place].work, at(schedule, stage, every[place])
+        fill = {"color": colors[work], "alpha": 0.4} if unit else {"fill": False, "hatch": "/////"}
+        gid = f"cell{row}-{place}"
+        box = Rectangle((left, row - 0.5), LENGTHS[work], 1, gid=gid, lw=0.5, **fill)
+        axes.add_patch(box)
+        axes.text(left + LENGTHS[work] / 2, row, _name(unit, several) if unit else "", **style)
+        titles[gid] = _cell_text(schedule, layers, stage, every[place])
+    axes.set(xlim=(0, end), ylim=(len(stages) - 0.5, -0.5), xticks=[], frame_on=False)
+    names = [gap_text(stages, schedule.stages) if n is None else f"stage {n}" for n in stages]
+    axes.set_yticks(range(len(stages)), names)
+    axes.tick_params(length=0)
+    name = "-".join(map(str, ("pipeline", *dataclasses.astuple(schedule))))
+    picture = charts.for_page(figure, title(schedule), name, titles)
   return {
-    "picture": Markup(svg(schedule, layers)),
-    "layers": [layers_text(schedule, layers, stage) for stage in stages],
+    "title": title(schedule),
+    "picture": picture,
+    "pixels": round(96 * (LEFT + wide)),
+    "layers": [layers_text(schedule, layers, stage) for stage in range(schedule.stages)],
   }
 
 
-def _cell(
-  schedule: Schedule, layers: int, stage: int, column: Column, box: Sequence[int]
-) -> list[str]:
-  """Returns a pass of a stage, or its waiting, in a box (left, top, width)."""
-  unit, (left, top, width) = at(schedule, stage, column), box
-  kind = column.work.value if unit else _hatch(schedule)
+def _cell_text(schedule: Schedule, layers: int, stage: int, column: Column) -> str:
+  """Returns what a stage does then: `stage 1, tick 2: forward pass of microbatch 1, layers 2-3`."""
+  unit, work = at(schedule, stage, column), column.work.value
+  said = f"no {work} pass"
   if unit:
-    of = _range_text(chunk_layers(schedule, layers, stage)[unit.chunk])
-    said = f"{kind} pass of microbatch {unit.microbatch}, layers {of}"
-  else:
-    said = f"no {column.work.value} pass"
-  parts = [
-    f'<rect class="{kind}" x="{left}" y="{top}" width="{width}" height="{ROW}">'
-    f"<title>stage {stage}, tick {column.tick}: {said}</title></rect>"
-  ]
-  if unit:
-    parts.append(_text(left + width / 2, top + 15, _name(unit, schedule.chunks > 1)))
-  return parts
-
-
-def _text(x: float, y: float, said: str, kind: str = "") -> str:
-  of = f' class="{kind}"' if kind else ""
-  return f'<text{of} x="{x:g}" y="{y:g}">{escape(said)}</text>'
-
-
-def _hatch(schedule: Schedule) -> str:
-  """Returns the id of the bubble's hatching: a page may have two pictures."""
-  return "-".join(map(str, ("bubble", *dataclasses.astuple(schedule))))
+    computed = _range_text(chunk_layers(schedule, layers, stage)[unit.chunk])
+    said = f"{work} pass of microbatch {unit.microbatch}, layers {computed}"
+  return f"stage {stage}, tick {column.tick}: {said}"

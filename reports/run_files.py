@@ -218,21 +218,20 @@ def _layout(path: epath.Path) -> dict[str, Any] | None:
   try:
     values = files.read_json(path)
     forms.check(values, _LAYOUT, str(path))
+    values["mesh"] = values["mesh"] and grid.from_json(values["mesh"])
+    for one in values["drawings"]:
+      one["sheet"] = grid.from_json(one["sheet"])
   except (OSError, ValueError):
     return None
-  values["mesh"] = values["mesh"] and grid.from_json(values["mesh"])
-  values["drawings"] = [
-    {**one, "sheet": grid.from_json(one["sheet"])} for one in values["drawings"]
-  ]
   return values
 
 
-_EDGE = Needs({"title": TEXT, "under": TEXT, "labels": [TEXT]})
-_CELL = (STEP, STEP, [STEP], OrNull(TEXT), STEP)
-_SHEET = Needs(
+_EDGE = Exactly({"title": TEXT, "under": TEXT, "labels": [TEXT]})
+_CELL = Exactly({"devices": [STEP], "text": OrNull(TEXT), "hatch": STEP})
+_SHEET = Exactly(
   {
     **{"title": TEXT, "rows": _EDGE, "columns": _EDGE, "notes": [TEXT], "turnable": FLAG},
-    "panels": [Needs({"caption": TEXT, "cells": [_CELL]})],
+    "panels": Each([_CELL]),
   }
 )
 _COUNT = whole(1, 2**20)

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from partitioning import rules
 from partitioning.rules import spec_axes
-from reports.drawings import picture
+from reports.drawings import blocks, picture
 from reports.tour import scene
 from reports.tour.scene import Scene, Shown, mesh_of
 
@@ -56,7 +56,7 @@ def copies(spec=("data", None)):
 
 
 def _copies(x) -> Shown:
-  found = scene.holders(x)
+  found = blocks(x.shape, x.sharding)
   findings = [f"{scene.mesh_text(x)}: {scene.blocks(x)}."]
   (rows, columns), ids = next(iter(found.items()))
   if len(ids) > 1:
@@ -92,7 +92,10 @@ def two_axes_on_one_dim(specs=((("data", "tensor"), None), (("tensor", "data"), 
 
 def _two_axes_on_one_dim(arrays) -> Shown:
   findings = [f"{scene.spec(x)}: {scene.blocks(x)}." for x in arrays]
-  first, second = ({d: b for b, ids in scene.holders(x).items() for d in ids} for x in arrays)
+  first, second = (
+    {device: place for place, ids in blocks(x.shape, x.sharding).items() for device in ids}
+    for x in arrays
+  )
   moved = sorted(device for device in first if first[device] != second[device])
   if moved:
     device = moved[0]

@@ -4,6 +4,7 @@ import json
 import sys
 
 from reports.drawings import holdings
+from reports.run_files import Run
 from reports.tour import launching, scene
 from reports.tour.member import feed
 from reports.tour.scene import DEVICES, Scene, Shown, mesh_of
@@ -98,7 +99,8 @@ def leaves_early(stopped=1, steps=2000):
   )
 
 
-def _run(ended: launching.Ended) -> Shown:
+def _run(result: tuple[launching.Ended, Run | None]) -> Shown:
+  ended, run = result
   codes = {index: ended.codes.get(index, 0) for index in range(2) if index not in ended.hung}
   if ended.hung:
     names = " and ".join(f"process {index}" for index in ended.hung)
@@ -114,13 +116,13 @@ def _run(ended: launching.Ended) -> Shown:
     for line in ended.out.splitlines()
     if line.startswith("[") and ("refused:" in line or ended.code == exit_codes.REFUSED)
   ]
-  if not ended.made:
+  if run is None:
     findings.append("No step was made, and no workdir.")
-  elif len(ended.saved) == 1 and ended.saved[0] == max(ended.logged):
+  elif run.on_disk == [run.done]:
     findings.append("Both leave after the same step: one step is saved, the last one made.")
   else:
-    findings.append(f"Steps logged: {len(ended.logged)}; steps saved: {len(ended.saved)}.")
-  measured = [f"It took {ended.seconds:.0f} s; steps made: {max(ended.logged, default=0)}."]
+    findings.append(f"Steps logged: {len(run.steps)}; steps saved: {len(run.on_disk)}.")
+  measured = [f"It took {ended.seconds:.0f} s; steps made: {run.done if run else 0}."]
   return Shown(findings, text="\n".join(refusal), measured=measured)
 
 

@@ -21,7 +21,6 @@ from reports.tour import (
   collectives,
   computation_follows_data,
   constraints,
-  cost,
   network,
   pipeline,
   processes,
@@ -43,7 +42,6 @@ CHAPTERS = {
   "pipeline": pipeline,
   "random_numbers": random_numbers,
   "processes": processes,
-  "cost": cost,
 }
 
 
@@ -124,8 +122,8 @@ def outcome(shown: Shown, *, width: int) -> Group:
   for picture in shown.pictures:
     drawn = drawings.terminal(picture, width=width - 2 * INDENT)
     parts += [Text(), Padding(drawn, (0, INDENT))]
-  for text in filter(None, (shown.text, shown.measured_text)):
-    parts += [Text(), Padding(Text(text), (0, 2 * INDENT))]
+  if shown.text:
+    parts += [Text(), Padding(Text(shown.text), (0, 2 * INDENT))]
   parts += [Text("\n  Notice", style="bold")]
   parts += [_bullet(finding) for finding in (*shown.findings, *shown.measured)]
   return Group(*parts)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from partitioning import rules
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import product_text, resolve_sizes
+from reports import drawings
 from runtime import collectives
 
 DEVICES = 8
@@ -32,14 +33,12 @@ class Shown:
     findings: sentences, each computed from the result.
     pictures: of `reports.drawings`.
     text: a table or a message, shown unchanged.
-    measured_text: like text, with measurements on this machine.
     measured: like findings, with measurements on this machine. docs/tour.md omits both.
   """
 
   findings: list[str]
   pictures: list[Any] = dataclasses.field(default_factory=list)
   text: str = ""
-  measured_text: str = ""
   measured: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -130,18 +129,9 @@ def mesh_text(x: jax.Array) -> str:
   return product_text(x.sharding.mesh.shape)
 
 
-def holders(x: jax.Array) -> dict[tuple, list[int]]:
-  """Returns shard -> the ids of its devices; keys are (start, stop) by dim."""
-  found: dict[tuple, list[int]] = {}
-  for device, index in x.sharding.devices_indices_map(x.shape).items():
-    block = tuple(part.indices(size)[:2] for part, size in zip(index, x.shape, strict=True))
-    found.setdefault(block, []).append(device.id)
-  return {block: sorted(ids) for block, ids in found.items()}
-
-
 def blocks(x: jax.Array) -> str:
   """Returns `8 blocks of [4, 4], each on one device`."""
-  found = holders(x)
+  found = drawings.blocks(x.shape, x.sharding)
   copies = {len(ids) for ids in found.values()}
   where = "one device" if copies == {1} else f"{copies.pop()} devices"
   shape = rules.shape_text(x.sharding.shard_shape(x.shape))

@@ -58,7 +58,7 @@ def _scene(stem: str, scene: Scene) -> tuple[str, dict[str, str]]:
   parts += ["\n".join(images)] if images else []
   parts += [f"```\n{shown.text}\n```"] if shown.text else []
   findings = [_wrapped(f"- {finding}", indent="  ") for finding in shown.findings]
-  findings += ["- Times: shown when you run it."] if shown.measured or shown.measured_text else []
+  findings += ["- Times: shown when you run it."] if shown.measured else []
   return "\n\n".join([*parts, "Notice:", "\n".join(findings)]), drawings
 
 

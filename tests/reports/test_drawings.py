@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from partitioning.rules import Placement
+from partitioning.rules import Placement, spec_entries
 from reports import drawings, layout_text
-from reports.drawings import Block, holdings, picture, svg, terminal
+from reports.drawings import blocks, cutting_axes, holdings, picture, svg, terminal
 from reports.grid import color, numbers_text, shown
 
 MESH = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"))
@@ -67,22 +67,23 @@ def plain(drawn, **width):
 @pytest.mark.parametrize(("shape", "spec", "mesh"), LAYOUTS, ids=NAMES)
 def test_blocks_are_where_the_array_really_is(shape, spec, mesh):
   array = jax.device_put(jnp.zeros(shape), lies(mesh, *spec))
-  drawn = picture(shape, array.sharding)
-  held = {device: block.index for block in drawn.blocks for device in block.devices}
+  found = blocks(shape, array.sharding)
+  held = {device: place for place, ids in found.items() for device in ids}
   assert len(held) == 8
   for piece in array.addressable_shards:
     ends = [part.indices(size)[:2] for part, size in zip(piece.index, shape, strict=True)]
-    assert held[piece.device.id] == tuple(slice(*pair) for pair in ends)
-    assert tuple(part.stop - part.start for part in held[piece.device.id]) == piece.data.shape
-  assert len(drawn.blocks) == len({tuple(map(str, shard.index)) for shard in array.global_shards})
+    assert held[piece.device.id] == tuple(ends)
+    assert tuple(stop - start for start, stop in held[piece.device.id]) == piece.data.shape
+  assert len(found) == len({tuple(map(str, shard.index)) for shard in array.global_shards})
 
 
 @pytest.mark.parametrize(("shape", "spec", "mesh"), LAYOUTS, ids=NAMES)
 def test_the_spec_is_found_again_from_the_places(shape, spec, mesh):
-  drawn = picture(shape, lies(mesh, *spec))
-  assert tuple(drawn.spec) == spec + (None,) * (len(shape) - len(spec))
-  flat = {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
-  assert set(drawn.copied) == set(mesh.axis_names) - flat
+  axes = cutting_axes(blocks(shape, lies(mesh, *spec)), mesh)
+  assert tuple(axes) == spec_entries(spec, len(shape))
+  notes = picture(shape, lies(mesh, *spec)).notes
+  over = notes[-1].partition("replicated over ")[2].split(" and ") if notes else []
+  assert {*filter(None, over)} == {*mesh.axis_names} - {axis for some in axes for axis in some}
 
 
 @pytest.mark.parametrize(("shape", "spec", "mesh"), LAYOUTS, ids=NAMES)
@@ -90,8 +91,8 @@ def test_every_block_is_drawn_with_its_devices_and_every_edge_is_named(shape, sp
   dims = ("rows", "columns", "depth", "more")[: len(shape)]
   drawn = picture(shape, lies(mesh, *spec), title="x", dims=dims)
   texts, text = words(drawn), plain(drawn)
-  for block in drawn.blocks:
-    [numbers] = numbers_text(block.devices)
+  for ids in blocks(shape, lies(mesh, *spec)).values():
+    [numbers] = numbers_text(ids)
     assert f"│ {numbers} " in "\n".join(texts)
     assert text.count(f"│ {numbers} ") == 1
   for dim, size in zip(dims, shape, strict=True):
@@ -123,10 +124,10 @@ def test_the_order_of_two_axes_over_one_dim():
 
 def test_a_picture_by_hand():
   drawn = picture((3, 128, 384), lies(WIDE, None, None, "tensor"), title="up/kernel", dims="LDF")
-  assert drawn.blocks == (
-    Block((slice(0, 3), slice(0, 128), slice(0, 192)), (0, 2, 4, 6)),
-    Block((slice(0, 3), slice(0, 128), slice(192, 384)), (1, 3, 5, 7)),
-  )
+  assert blocks((3, 128, 384), lies(WIDE, None, None, "tensor")) == {
+    ((0, 3), (0, 128), (0, 192)): (0, 2, 4, 6),
+    ((0, 3), (0, 128), (192, 384)): (1, 3, 5, 7),
+  }
   assert plain(drawn).splitlines() == [
     "up/kernel LDF [3, 128, 384]",
     "  D = 128   F = 384, over tensor (2 x 192)",
@@ -155,7 +156,6 @@ def test_copies_are_hatched_and_single_blocks_are_not():
 
 def test_a_sharding_without_a_mesh():
   drawn = picture((4, 6), SingleDeviceSharding(jax.devices()[3]))
-  assert [block.devices for block in drawn.blocks] == [(3,)]
   assert "│ 3 " in plain(drawn)
 
 
@@ -257,12 +257,13 @@ MANY = """
 import jax
 jax.config.update("jax_num_cpu_devices", 512)
 from jax.sharding import NamedSharding, PartitionSpec as P
-from reports.drawings import picture, plain, svg, terminal
+from reports.drawings import blocks, picture, plain, svg, terminal
 mesh = jax.make_mesh((32, 16), ("data", "tensor"))
 for spec in (P("data", "tensor"), P(None, "tensor"), P(("data", "tensor")), P()):
-  drawn = picture((1024, 4096), NamedSharding(mesh, spec), dims="DF")
+  shape, sharding = (1024, 4096), NamedSharding(mesh, spec)
+  drawn = picture(shape, sharding, dims="DF")
   text = plain(terminal(drawn))
-  assert sum(len(block.devices) for block in drawn.blocks) == 512
+  assert sum(map(len, blocks(shape, sharding).values())) == 512
   assert max(map(len, text.splitlines())) <= 80, text
   assert len(text.splitlines()) < 30, text
   assert len(svg(drawn)) < 60_000

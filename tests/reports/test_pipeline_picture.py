@@ -1,5 +1,6 @@
 """The picture of a pipeline schedule: drawn by hand where it is small, counted where it is not."""
 
+import re
 import xml.etree.ElementTree
 
 import pytest
@@ -73,16 +74,25 @@ def test_chunks_are_dealt_out_in_turn_and_stored_in_order():
     assert dealt == list(range(layers))
 
 
-def test_an_svg_has_a_box_for_each_pass_as_long_as_it_takes():
-  root = xml.etree.ElementTree.fromstring(pipeline_picture.svg(SMALL, 6))
-  said = {one[0].text: one.attrib for one in root.findall(".//{*}rect") if len(one)}
-  forward = said["stage 1, tick 2: forward pass of microbatch 1, layers 2-3"]
-  backward = said["stage 1, tick 4: backward pass of microbatch 1, layers 2-3"]
-  waiting = said["stage 2, tick 0: no forward pass"]
-  assert int(backward["width"]) == 3 * int(forward["width"])
-  assert forward["width"] == waiting["width"] != forward["class"] != waiting["class"]
-  assert int(forward["x"]) > int(waiting["x"])
-  assert sum(one["class"].startswith("bubble") for one in said.values()) == 3 * 2 * 2
+def test_a_page_has_a_box_for_each_pass_as_long_as_it_takes():
+  shown = pipeline_picture.for_page(SMALL, 6)
+  root = xml.etree.ElementTree.fromstring(shown["picture"])
+  boxes = {}
+  for group in root.findall(".//{*}g"):
+    if (said := group.findtext("{*}title")) is not None:
+      shape = next(path for path in group.iter() if path.tag.endswith("path"))
+      xs = [float(x) for x in re.findall(r"[ML] ([\d.]+) ", shape.get("d"))]
+      boxes[said] = min(xs), max(xs) - min(xs), len(group.findall(".//{*}path"))
+  assert len(boxes) == 3 * 2 * 6
+  forward = boxes["stage 1, tick 2: forward pass of microbatch 1, layers 2-3"]
+  backward = boxes["stage 1, tick 4: backward pass of microbatch 1, layers 2-3"]
+  waiting = boxes["stage 2, tick 0: no forward pass"]
+  assert backward[1] == pytest.approx(3 * forward[1], abs=1e-3)
+  assert waiting[1] == pytest.approx(forward[1], abs=1e-3)
+  assert forward[0] > waiting[0]
+  assert sum("no " in said for said in boxes) == 3 * 2 * 2
+  assert shown["title"] == BY_HAND.splitlines()[0]
+  assert shown["layers"] == ["0-1", "2-3", "4-5"]
 
 
 def test_layouts_show_it_and_which_layers_are_where():
@@ -96,5 +106,5 @@ def test_layouts_show_it_and_which_layers_are_where():
   side = layout_page.Side("one", job)
   [shown] = layout_page.pipelines([side, side])
   assert shown["layers"] == ["0, 2 (stores 0-1)", "1, 3 (stores 2-3)"]
-  assert "microbatch 3, layers 2<" in shown["picture"]
+  assert "microbatch 3, layers 2</title>" in shown["picture"]
   assert layout_page.pipelines([layout_page.Side("two", make_job("dp8", "lm"))]) == []

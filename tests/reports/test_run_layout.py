@@ -40,7 +40,7 @@ def test_a_pipeline_is_stored_and_drawn(tmp_path):
     **{"kind": "1f1b", "stages": 2, "microbatches": 4, "chunks": 1, "layers": 2}
   }
   section = run_page.pipeline(run)
-  assert section.values["picture"] == pipeline_picture.svg(job.program.pipeline, 2)
+  assert section.values == pipeline_picture.for_page(job.program.pipeline, 2)
   for key, value in (("stages", 0), ("chunks", "2"), ("kind", "<b>"), ("layers", 2**30)):
     content = layout_page.stored_layout(job)
     content["pipeline"][key] = value

@@ -371,9 +371,9 @@ def test_config_and_layout_of_a_run(workdir, page):
     page(workdir)
 
   edge = {"title": "rows", "under": "x", "labels": ["0", "1"]}
-  cells = [[row, column, [row], "a", 0] for row in range(2) for column in range(2)]
+  cells = [{"devices": [device], "text": "a", "hatch": 0} for device in range(4)]
   sheet = {"title": "t", "rows": edge, "columns": edge, "notes": ["n"], "turnable": True}
-  sheet["panels"] = [{"caption": "c", "cells": cells}]
+  sheet["panels"] = {"c": cells}
   values = {"caption": "c", "mesh": sheet, "parameters": 9, "bytes_per_device": {"batch": 1.0}}
   values |= {"replicated_bytes": 1, "drawings": [{"names": ["w"], "sheet": sheet}]}
   values["pipeline"] = {"kind": "1f1b", "stages": 2, "microbatches": 4, "chunks": 1, "layers": 4}

@@ -1,34 +1,34 @@
-"""Several processes and what they cost: what is said of runs that end in other ways."""
+"""Several processes: what is said of runs that end in other ways."""
 
 import dataclasses
 import json
-import subprocess
 import sys
 
 import pytest
 
-from reports.tour import cost, launching, processes
+from reports import run_files
+from reports.tour import launching, processes
+from tests.reports import runs
 
-SAVED = launching.Ended(
-  code=75,
-  codes={0: 75, 1: 75},
-  out="[0] step 3/9\n",
-  seconds=12.0,
-  stopped=1,
-  hung=(),
-  made=True,
-  saved=(3,),
-  logged=(1, 2, 3),
-)
+SAVED = launching.Ended(75, {0: 75, 1: 75}, "[0] step 3/9\n", 12.0, ())
 
 
-def said(**changes):
+@pytest.fixture
+def said(tmp_path):
   """Returns what is said of a run that ended in another way."""
-  shown = processes._run(dataclasses.replace(SAVED, **changes))
-  return "\n".join([*shown.findings, shown.text, *shown.measured])
+
+  def of(saved=(3,), logged=(1, 2, 3), **changes):
+    run = None
+    if logged is not None:
+      runs.write(tmp_path, metrics=[{"step": step, "loss": 1.0} for step in logged])
+      run = dataclasses.replace(run_files.read(tmp_path), on_disk=list(saved))
+    shown = processes._run((dataclasses.replace(SAVED, **changes), run))
+    return "\n".join([*shown.findings, shown.text, *shown.measured])
+
+  return of
 
 
-def test_runs_that_end_well():
+def test_runs_that_end_well(said):
   text = said()
   assert "Nothing hangs" in text
   assert "Process 1: exit code 75 (stopped, after saving)." in text
@@ -44,11 +44,11 @@ def test_runs_that_end_well():
     ({"codes": {1: 134}}, "Process 0: exit code 0 (done).\nProcess 1: exit code 134 (failed)."),
     ({"saved": (2,)}, "Steps logged: 3; steps saved: 1."),
     ({"saved": (2, 3)}, "Steps logged: 3; steps saved: 2."),
-    ({"made": False, "saved": (), "logged": ()}, "No step was made, and no workdir."),
+    ({"logged": None}, "No step was made, and no workdir."),
     ({"code": 2, "out": "[0] refused: a\n[0]   b\nlaunch: c\n"}, "\nrefused: a\n  b\n"),
   ],
 )
-def test_runs_that_end_otherwise(changes, text):
+def test_runs_that_end_otherwise(said, changes, text):
   assert text in said(**changes)
   assert text not in said()
 
@@ -91,12 +91,12 @@ def python(script):
 
 def test_an_argument_of_process_1_alone():
   command = [*python("import sys; print(sys.argv[1:])"), "--rows=1"]
-  ended = launching.start(["sh", "-c", launching.with_second("--rows=2"), "sh", *command])
+  ended = launching.start(command, second="--rows=2")
   assert sorted(line for line in ended.out.splitlines() if line.startswith("[")) == [
     "[0] ['--rows=1']",
     "[1] ['--rows=1', '--rows=2']",
   ]
-  assert (ended.code, ended.codes, ended.hung, ended.made) == (0, {}, (), False)
+  assert (ended.code, ended.codes, ended.hung) == (0, {}, ())
 
 
 @pytest.mark.long
@@ -128,35 +128,3 @@ time.sleep(60)
   # In 3 s both are up also on a busy machine; a launcher stopped while it starts them has no run.
   ended = launching.start(python(script), limit_seconds=3, grace_seconds=1)
   assert ended.hung == (0, 1)
-
-
-# ------------------------------ cost ------------------------------
-
-
-def products(code, out="", err=""):
-  """Returns what is said of an end of the benchmark."""
-  return cost._products((64, subprocess.CompletedProcess([], code, out, err)))
-
-
-def test_products():
-  shown = products(0, "a table")
-  assert shown.findings == [
-    "64 x 64 matrices on one device and on all: the products and NumPy's are the same, to rounding."
-  ]
-  assert shown.measured_text == "a table"
-  [finding] = products(1, err="one device: differs from NumPy's product by 1e-2 of it").findings
-  assert "NOT the same: one device: differs" in finding
-  assert "did not run here" in products(1, err="RuntimeError: no TPU").findings[0]
-
-
-def test_gather_and_reduce():
-  results = cost.gather_and_reduce(lengths=(64, 256))
-  shown = cost._gather_and_reduce(results)
-  assert shown.findings == [
-    "all-gather: the program sends all-gather, from 256 Bytes to 1.0 KiB a device.",
-    "all-reduce: the program sends all-reduce, from 256 Bytes to 1.0 KiB a device.",
-  ]
-  assert len(shown.measured_text.splitlines()) == 4
-  assert "all-gather: 4 times the bytes take" in shown.measured[0]
-  nothing = cost.gather_and_reduce(lengths=(64, 256), axis=())
-  assert "all-reduce: the program sends nothing" in cost._gather_and_reduce(nothing).findings[1]

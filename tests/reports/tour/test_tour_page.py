@@ -14,8 +14,8 @@ ROOT = pathlib.Path(__file__).parents[3]
 SCENES = {f"{n}-{i}": s for n, m in CHAPTERS.items() for i, s in enumerate(m.SCENES, start=1)}
 
 
-# Those that start processes of their own, or measure for a while.
-SLOW = ("processes", "cost")
+# Those that start processes of their own.
+SLOW = ("processes",)
 
 
 @pytest.mark.parametrize(
