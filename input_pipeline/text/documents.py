@@ -17,7 +17,8 @@ import hashlib
 import io
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from etils import epy
@@ -75,7 +76,7 @@ def too_long() -> str:
 # ------------------------------ lines of JSON ------------------------------
 
 BOM = b"\xef\xbb\xbf"
-_COMPRESSED_BLOCK = 2**16  # where a file is damaged, what was read with the damage is lost
+_COMPRESSED_BLOCK = 2**16
 _FREE_BLANK = 2**20  # bytes of blank lines, beside as many as the records have
 _SAMPLE_BYTES = 2**26  # of which the first records are looked at
 _SAMPLE = 32  # records that show which keys there are
@@ -106,51 +107,35 @@ def json_records(file: files.InputFile, part: tuple[int, int] | None) -> Iterato
 def _lines(file: files.InputFile, part: tuple[int, int] | None) -> Iterator[bytes]:
   """Yields the lines that begin in [from, to), with their ends."""
   # Not to the end of a file that grows while it is read.
-  start, stop = part or (0, None if file.compression else file.size)
+  start, stop = part or (0, math.inf if file.compression else file.size)
+  # Where a compressed file is damaged, what was read with the damage is lost.
   block = _COMPRESSED_BLOCK if file.compression else BLOCK
-  with files.open_content(file) as raw, io.BufferedReader(_Readable(raw), block) as stream:
+  with files.open_content(file) as raw, io.BufferedReader(raw, block) as stream:
     if start:
-      raw.seek(start - 1)
+      stream.seek(start - 1)
       start += _line(stream, stop - start)[1] - 1  # the rest of a line that began before
-    first = True
-    while stop is None or start < stop:
-      line, size = _line(stream, None if stop is None else stop - start)
+    first = not start
+    while start < stop:
+      line, size = _line(stream, stop - start)
       if not line:
         return
       start += size
-      yield line.removeprefix(BOM) if first and not (part and part[0]) else line
+      yield line.removeprefix(BOM) if first else line
       first = False
 
 
-class _Readable(io.RawIOBase):
-  """What BufferedReader needs of a stream, whatever library it is of."""
-
-  def __init__(self, stream):
-    self._stream = stream
-
-  def readable(self):
-    return True
-
-  def readinto(self, buffer):
-    block = self._stream.read(len(buffer))
-    buffer[: len(block)] = block
-    return len(block)
-
-
-def _line(stream, most: int | None) -> tuple[bytes, int]:
+def _line(stream: io.BufferedReader, most: float) -> tuple[bytes, int]:
   """Returns the next line and its size; of one that is too long only its beginning.
 
   Args:
     stream: the file's.
     most: where a line that is too long has so many bytes, its rest is not read, nor counted.
   """
-  line = stream.readline(MOST_BYTES + 1)
+  line = rest = stream.readline(MOST_BYTES + 1)
   size = len(line)
-  if size > MOST_BYTES:
-    rest = line
-    while rest and not rest.endswith(b"\n") and (most is None or size <= most):
-      rest = stream.readline(BLOCK)
-      size += len(rest)
+  while size > MOST_BYTES and rest and not rest.endswith(b"\n") and size <= most:
+    rest = stream.readline(BLOCK)
+    size += len(rest)
   return line, size
 
 
@@ -189,17 +174,23 @@ def _parse(line: bytes) -> tuple[Any, str]:
   return None, f"it is {type_name(value)}, not a JSON object{hint}"
 
 
-def text_of(record: dict[str, Any], feature: str) -> tuple[bytes | None, str]:
+def _text_of(record: dict[str, Any], feature: str) -> tuple[bytes | None, str]:
   """Returns (text, "") of a record, or (None, what is wrong)."""
   if feature not in record:
     return None, f"it has no key {feature!r}, only {', '.join(map(repr, record)) or 'none'}"
   value = record[feature]
-  if not isinstance(value, str):
-    return None, f"its {feature!r} is {type_name(value)}, not a string"
   try:
-    return value.encode(), ""
+    if isinstance(value, bytes):  # of a Parquet file: not checked so far
+      value.decode()
+    elif isinstance(value, str):
+      value = value.encode()
+    else:
+      return None, f"its {feature!r} is {type_name(value)}, not a string"
+  except UnicodeDecodeError as error:
+    return None, not_utf8(error, "text")
   except UnicodeEncodeError as error:
     return None, f"its {feature!r} has half a surrogate pair (\\u{ord(value[error.start]):04x})"
+  return (None, too_long()) if len(value) > MOST_BYTES else (value, "")
 
 
 def key_types(file: files.InputFile) -> dict[str, dict[str, str]]:
@@ -232,39 +223,16 @@ def open_table(file: files.InputFile) -> "parquet.ParquetFile":
     raise ValueError(f"{file.path} is not a Parquet file, or it is damaged ({error})") from error
 
 
-def row_group_sizes(file: files.InputFile) -> list[int]:
-  """Returns the bytes of each row group before compression."""
-  with open_table(file) as table:
-    return [table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups)]
-
-
-def column(file: files.InputFile, part: tuple[int, int] | None, feature: str) -> Iterator[Item]:
-  """Yields the texts of a column, of all rows or of those of a range of row groups."""
-  for row in table_rows(file, part, feature):
-    if row.why:
-      yield row
-      continue
-    text, row.value = row.value, None
-    if text is None:
-      row.why = f"its {feature!r} is null, not a string"
-    elif len(text) > MOST_BYTES:
-      row.why = too_long()
-    else:
-      try:
-        text.decode()
-        row.value = text
-      except UnicodeDecodeError as error:
-        row.why = not_utf8(error, "text")
-    yield row
-
-
 def table_rows(
   file: files.InputFile, part: tuple[int, int] | None, feature: str | None
 ) -> Iterator[Item]:
-  """Yields rows as objects; with a feature, the bytes of that column alone."""
+  """Yields the rows of all row groups, or of a range of them, as objects.
+
+  With a feature, they have that column alone, whose texts are bytes.
+  """
   with open_table(file) as table:
     if feature is not None:
-      check_column(file, table.schema_arrow, feature)
+      _choose(file, column_types(table), feature)
     sizes = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
     most = _FREE_ROWS + _MOST_ROWS_PER_BYTE * file.size
     if sum(sizes) > most:
@@ -275,15 +243,15 @@ def table_rows(
     content = 0
     start, stop = part or (0, len(sizes))
     columns = None if feature is None else [feature]
+    place = functools.partial("{}, row {}".format, file.path)
     for group in range(start, stop):
       first, done = sum(sizes[:group]), 0
-      place = functools.partial("{}, row {}".format, file.path)
       try:
         for batch in table.iter_batches(_ROWS, [group], columns, use_threads=False):
           content += batch.nbytes
           files.check_expansion(file, content, file.size)
-          for value in _values(batch, feature):
-            yield Item(place, first + done, value)
+          for row in _rows(batch, feature):
+            yield Item(place, first + done, row)
             done += 1
         if done < sizes[group]:
           raise pyarrow.ArrowInvalid(f"it has {done:,} rows, not {sizes[group]:,}")
@@ -296,30 +264,19 @@ def table_rows(
         yield from (Item(place, first + row, None, why) for row in range(done, sizes[group]))
 
 
-def _values(batch, feature):
+def _rows(batch: "pyarrow.RecordBatch", feature: str | None) -> Iterable[dict[str, Any]]:
   if feature is None:
     return batch.to_pylist()
-  return (
-    batch.column(0).cast(pyarrow.large_binary()).to_pylist()
-  )  # its UTF-8 is not checked by pyarrow
+  texts = batch.column(0).cast(pyarrow.large_binary())  # pyarrow does not check their UTF-8
+  return ({feature: text} for text in texts.to_pylist())
 
 
-def check_column(file: files.InputFile, schema: "pyarrow.Schema", feature: str) -> None:
-  """Raises ValueError where a Parquet file has no column of texts of that name."""
-  known = {field.name: _type_name(field.type) for field in schema}
-  if known.get(feature) != "a string":
-    what = f"is {schema.field(feature).type}, not text" if feature in known else "is not there"
-    listing = ", ".join(f"{field.name} ({field.type})" for field in schema)
-    raise ValueError(f"{file.path}: column {feature!r} {what}; present are {listing}")
+def column_types(table: "parquet.ParquetFile") -> dict[str, dict[str, str]]:
+  """Returns column -> {the type of its values, as `type_name` calls it for texts: ""}."""
+  return {field.name: {_column_type(field.type): ""} for field in table.schema_arrow}
 
 
-def column_types(file: files.InputFile) -> dict[str, dict[str, str]]:
-  """Returns column -> {the type of its values, as `items.type_name` calls it for texts: ""}."""
-  with open_table(file) as table:
-    return {field.name: {_type_name(field.type): ""} for field in table.schema_arrow}
-
-
-def _type_name(kind: "pyarrow.DataType") -> str:
+def _column_type(kind: "pyarrow.DataType") -> str:
   values = kind.value_type if types.is_dictionary(kind) else kind
   if types.is_string(values) or types.is_large_string(values) or types.is_string_view(values):
     return type_name("")
@@ -383,34 +340,34 @@ def units(
   if held_out and len(found) == 1 and found[0].suffix in files.TEXT:
     return [Unit((*found,), None, found[0].size, held_out)]
   made: list[Unit] = []
-  texts: list[files.InputFile] = []
-  size = 0
-
-  def finish():
-    nonlocal size
-    if texts:
-      made.append(Unit((*texts,), None, size))
-    texts.clear()
-    size = 0
-
-  for file in found:
-    if file.suffix in files.TEXT:
-      if len(texts) == _MOST_FILES or size + file.size > unit_bytes:
-        finish()
-      texts.append(file)
-      size += file.size
+  for are_texts, group in itertools.groupby(found, lambda file: file.suffix in files.TEXT):
+    if are_texts:
+      made += _together(group, unit_bytes)
     else:
-      finish()
-      made += _parts(file, unit_bytes)
-  finish()
+      made += (part for file in group for part in _parts(file, unit_bytes))
   return made
+
+
+def _together(texts: Iterable[files.InputFile], unit_bytes: int) -> Iterator[Unit]:
+  """Yields the units of text files, several in each."""
+  gathered: list[files.InputFile] = []
+  size = 0
+  for file in texts:
+    if gathered and (len(gathered) == _MOST_FILES or size + file.size > unit_bytes):
+      yield Unit((*gathered,), None, size)
+      gathered, size = [], 0
+    gathered.append(file)
+    size += file.size
+  yield Unit((*gathered,), None, size)
 
 
 def _parts(file: files.InputFile, unit_bytes: int) -> Iterator[Unit]:
   if file.size <= unit_bytes or file.compression:
     yield Unit((file,), None, file.size)
   elif file.suffix == files.PARQUET:
-    sizes = row_group_sizes(file)
+    with open_table(file) as table:
+      groups = range(table.num_row_groups)
+      sizes = [table.metadata.row_group(group).total_byte_size for group in groups]
     scale = file.size / max(sum(sizes), 1)  # their sizes are those before compression
     start = 0
     for stop in range(1, len(sizes) + 1):
@@ -438,18 +395,15 @@ def read(unit: Unit, feature: str) -> Iterator[Item]:
   """
   for file in unit.files:
     if file.suffix in files.TEXT:
-      found = _text(file, unit.held_out)
-    elif file.suffix == files.PARQUET:
-      found = column(file, unit.range, feature)
+      yield from _checked(file, _text(file, unit.held_out))
     else:
-      found = _texts(file, unit.range, feature)
-    yield from _checked(file, found)
+      yield from _checked(file, _texts(file, unit.range, feature))
 
 
 def _texts(file: files.InputFile, part: tuple[int, int] | None, feature: str) -> Iterator[Item]:
-  for record in json_records(file, part):
+  for record in _records(file, part, feature):
     if record.value is not None:
-      record.value, record.why = text_of(record.value, feature)
+      record.value, record.why = _text_of(record.value, feature)
     yield record
 
 
@@ -458,9 +412,15 @@ def read_records(unit: Unit) -> Iterator[Item]:
   for file in unit.files:
     if file.suffix in files.TEXT:
       raise ValueError(f"{file.path}: records are read from .jsonl and .parquet files only")
-    table = file.suffix == files.PARQUET
-    found = table_rows(file, unit.range, None) if table else json_records(file, unit.range)
-    yield from _checked(file, found)
+    yield from _checked(file, _records(file, unit.range))
+
+
+def _records(
+  file: files.InputFile, part: tuple[int, int] | None, feature: str | None = None
+) -> Iterator[Item]:
+  if file.suffix == files.PARQUET:
+    return table_rows(file, part, feature)
+  return json_records(file, part)
 
 
 def _checked(file: files.InputFile, found: Iterator[Item]) -> Iterator[Item]:
@@ -478,8 +438,7 @@ def _reading(file: files.InputFile) -> Iterator[None]:
   try:
     # Of small files in a bucket each look is a request; the preparation's end lists them at once.
     looks = is_local(file.path) or file.suffix not in files.TEXT
-    version = files.bucket_version(file) if looks else ""
-    if is_local(file.path):
+    if looks:
       files.check_unchanged(file)
     try:
       yield
@@ -488,7 +447,6 @@ def _reading(file: files.InputFile) -> Iterator[None]:
       raise
     if looks:
       files.check_unchanged(file)
-      files.check_version(file, version)
   except OSError as error:
     raise unreadable_error(file, error) from error
 
@@ -497,8 +455,8 @@ def _text(file: files.InputFile, held_out: float) -> Iterator[Item]:
   """Yields the document of a text file, or the two that it is divided into; no empty one."""
   content, why, line = b"", "", 0
   try:
-    with files.open_content(file) as stream:
-      content = _bounded(stream)
+    with files.open_content(file) as raw, io.BufferedReader(raw) as stream:
+      content = stream.read(MOST_BYTES + 1)
   except OSError as error:
     if not is_damage(file, error):
       raise
@@ -518,14 +476,6 @@ def _text(file: files.InputFile, held_out: float) -> Iterator[Item]:
   cut = int(len(text) * (1 - held_out))
   parts = [text[:cut].encode(), text[cut:].encode()] if held_out else [content]
   yield from (Item(place, number, part) for number, part in enumerate(parts) if part)
-
-
-def _bounded(stream) -> bytes:
-  blocks, size = [], 0
-  while size <= MOST_BYTES and (block := stream.read(BLOCK)):
-    blocks.append(block)
-    size += len(block)
-  return b"".join(blocks)
 
 
 # ------------------------------ which key or column has the text ------------------------------
@@ -556,7 +506,11 @@ def choose_feature(found: Sequence[files.InputFile], feature: str = "") -> str:
   chosen: dict[str, str] = {}  # name -> the first file that has it
   for file in _some(tables):
     with _reading(file):
-      present = column_types(file) if file.suffix == files.PARQUET else key_types(file)
+      if file.suffix == files.PARQUET:
+        with open_table(file) as table:
+          present = column_types(table)
+      else:
+        present = key_types(file)
     if name := _choose(file, present, feature):
       chosen.setdefault(name, file.path)
   if len(chosen) > 1:

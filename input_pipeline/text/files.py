@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import functools
 import glob
+import io
 import os
 import posixpath
 import re
@@ -39,7 +40,6 @@ _MOST_SAID = 300
 # What is compressed may give that much, and so many times its size. Text that is compressed well
 # has a tenth or a hundredth of its size; gzip reaches a thousandth, zstd and Parquet any share.
 _FREE_BYTES, _MOST_EXPANSION = 2**26, 128
-_VERSIONS = ("etag", "generation", "versionid")  # keys of what buckets say of a file
 _RETRY_SECONDS = 60  # of a bucket that does not answer; pyarrow's own limit is a quarter of an hour
 
 
@@ -396,7 +396,7 @@ def open_file(path: str) -> Any:
 
 
 def open_content(file: InputFile) -> Any:
-  """Opens a file for reading from its beginning, decompressed.
+  """Opens a file for reading from its beginning, decompressed: as what `io.BufferedReader` takes.
 
   Raises:
     OSError: it cannot be read; also later, while it is read, where its compression is damaged.
@@ -404,7 +404,7 @@ def open_content(file: InputFile) -> Any:
   return _Decompressed(file) if file.compression else open_file(file.path)
 
 
-class _Decompressed(contextlib.AbstractContextManager):
+class _Decompressed(io.RawIOBase):
   """A file, decompressed as it is read."""
 
   def __init__(self, file: InputFile):
@@ -414,15 +414,20 @@ class _Decompressed(contextlib.AbstractContextManager):
     self._raw = open_file(file.path)
     self._stream = pyarrow.CompressedInputStream(self._raw, file.compression)
 
-  def __exit__(self, *_):
-    self._stream.close()
+  def readable(self) -> bool:
+    return True
 
-  def read(self, size: int | None = None) -> bytes:
-    """Returns the next bytes, at most `size`; raises as `check_expansion`."""
-    block = self._stream.read(size)
+  def readinto(self, buffer: Any) -> int:
+    """Reads the next bytes; raises as `check_expansion`."""
+    block = self._stream.read(len(buffer))
+    buffer[: len(block)] = block
     self._size += len(block)
     check_expansion(self._file, self._size, self._raw.tell())
-    return block
+    return len(block)
+
+  def close(self) -> None:
+    self._stream.close()
+    super().close()
 
 
 def check_expansion(file: InputFile, content: int, size: int) -> None:
@@ -467,27 +472,6 @@ def check_unchanged(file: InputFile) -> None:
     _refuse_change([_difference(file, now)], [file.path])
 
 
-def bucket_version(file: InputFile) -> str:
-  """Returns what a bucket calls the content of a file, its ETag or generation; "" elsewhere.
-
-  Two contents of one size may be written within the tick of the bucket's clock.
-  """
-  if file.path.startswith(_HUB) or files.is_local(file.path):
-    return ""
-  system, inner = bucket(file.path)
-  with system.open_input_file(inner) as opened:
-    found = opened.metadata() or {}
-  known = {bytes(key).decode() if isinstance(key, bytes) else key: found[key] for key in found}
-  return " ".join(f"{key}={known[key]}" for key in sorted(known) if key.lower() in _VERSIONS)
-
-
-def check_version(file: InputFile, version: str) -> None:
-  """Raises ChangedError if a bucket's file has another version than before."""
-  if version and (now := bucket_version(file)) != version:
-    said = f"{file.path} has its size ({file.size:,} bytes) and time as before, but was {version}"
-    _refuse_change([f"{said} and is now {now}"], [file.path])
-
-
 def check_same(spec: str, found: Sequence[InputFile], key: str = "data.files") -> None:
   """Checks that a spec still names the same files, and that each is what it was.
 
@@ -525,14 +509,11 @@ def _difference(before: InputFile | None, now: InputFile | None) -> str:
     return f"{now.path} was added"
   if before.size != now.size:
     return f"{now.path} had {before.size:,} bytes and now has {now.size:,}"
-  if before.stamp != now.stamp:
-    times = f"{_time(int(before.stamp))}, now {_time(int(now.stamp))}"
-    return f"{now.path} has {now.size:,} bytes as before, but was modified (before: {times})"
-  times = f"{_time(before.ctime)}, now {_time(now.ctime)}"
-  return (
-    f"{now.path} has its size ({now.size:,} bytes) and modification time as before, but its inode"
-    f" was changed (before: {times}): it was replaced or rewritten, or its owner or mode was set"
-  )
+  what, times = "was modified", (int(before.stamp), int(now.stamp))
+  if before.stamp == now.stamp:  # it was replaced or rewritten, or its owner or mode was set
+    what, times = "its inode was changed", (before.ctime, now.ctime)
+  first, second = map(_time, times)
+  return f"{now.path} has {now.size:,} bytes as before, but {what} (before: {first}, now {second})"
 
 
 def _time(ns: int) -> str:

@@ -182,7 +182,7 @@ def test_memory_that_is_lacking_is_no_damage(tmp_path, monkeypatch):
   def fail(*_):
     raise pyarrow.ArrowMemoryError("malloc of size 2147483648 failed")
 
-  monkeypatch.setattr(documents, "_values", fail)
+  monkeypatch.setattr(documents, "_rows", fail)
   with pytest.raises(MemoryError):
     list(documents.read(unit, "text"))
 
