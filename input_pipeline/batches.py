@@ -12,7 +12,7 @@ import numpy as np
 from etils import epy
 
 from input_pipeline.bad_records import among, spread
-from input_pipeline.order import EpochOrder, MixtureOrder
+from input_pipeline.order import EpochOrder
 from input_pipeline.position import Position
 from input_pipeline.ramp import Ramp
 from input_pipeline.source import Source, UnreadableError, few
@@ -57,8 +57,10 @@ def cut_rows(source: Source, pieces: int) -> Source:
 
 # ------------------------------ batches ------------------------------
 
-with epy.lazy_imports():  # `prepare` opens data without it
+with epy.lazy_imports():  # `prepare` opens data without JAX; few data are mixtures
   import jax
+
+  from input_pipeline import mixture
 
 _PADDING = -1  # the row number of padding
 
@@ -98,7 +100,7 @@ class TrainingBatches:
     self.ramp = ramp or Ramp.constant(global_batch_size)
     self._bad = np.array(source.bad.rows, np.int64)
     if source.parts:
-      self.order = MixtureOrder(source.parts, source.stages, seed, shuffle=shuffle)
+      self.order = mixture.MixtureOrder(source.parts, source.stages, seed, shuffle=shuffle)
     else:
       self.order = EpochOrder(len(source), seed, shuffle=shuffle)
     # Only such a set has the same rows at every step; caching its batch avoids reading it again.

@@ -45,6 +45,7 @@ OPTIONAL = {
   "input_pipeline.text.chat_template",
   "input_pipeline.text.library_tokenizers",
   "input_pipeline.text.train_tokenizer",
+  "input_pipeline.text.files",
   "training.optimizers.muon",
   "training.optimizers.soap",
   "training.metrics.built_in_sinks",

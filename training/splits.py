@@ -1,5 +1,6 @@
 """The batches of a job: opens both splits, and prepares them and their tokenizer on first use."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -11,17 +12,18 @@ from ml_collections import ConfigDict
 from input_pipeline import catalog
 from input_pipeline.bad_records import Sharing
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
-from input_pipeline.order import MixtureOrder, check_epochs
 from input_pipeline.position import Position
 from input_pipeline.ramp import Ramp
 from input_pipeline.row_source import check_ids, open_source
 from input_pipeline.source import Source
-from input_pipeline.text import files, tokenizer
+from input_pipeline.text import tokenizer
 from processes.coordination import Group, current
 from training.metrics.console import preparing, say_wrapped
 from training.tasks import TASKS
 
-with epy.lazy_imports():  # `prepare` has no job
+with epy.lazy_imports():  # `prepare` has no job; few data are files or mixtures
+  from input_pipeline import mixture
+  from input_pipeline.text import files
   from training import setup, specs
 
 
@@ -41,7 +43,9 @@ def open_data(job: "setup.Job") -> Data:
       feature, fewer rows than a batch, rows that the model does not take (for example tokens
       beyond its vocabulary), or more unreadable records than data.max_bad_records.
   """
-  with files.listed_once():
+  with contextlib.ExitStack() as stack:
+    if job.config.data.name in catalog.OF_FILES:
+      stack.enter_context(files.listed_once())
     shared = sharing(job.config.processes.start_timeout_seconds)
     train = training_batches(job.config, shared)
     if train.abstract != job.batch:
@@ -61,7 +65,7 @@ def training_batches(config: ConfigDict, shared: Sharing | None = None) -> Train
     ramp=ramp,
   )
   if source.parts:
-    check_epochs(batches.order, ramp.taken(steps), Position.of(ramp.rows), steps)
+    mixture.check_epochs(batches.order, ramp.taken(steps), Position.of(ramp.rows), steps)
   return batches
 
 
@@ -150,7 +154,7 @@ def _epochs(source: Source, steps: int, ramp: Ramp) -> dict[str, float]:
   """Returns how often a run takes the rows of each source of a mixture, or of the only one, ""."""
   if not source.parts:
     return {"": ramp.taken(steps) / len(source)}
-  order = MixtureOrder(source.parts, source.stages, seed=0)
+  order = mixture.MixtureOrder(source.parts, source.stages, seed=0)
   counts = order.counts(ramp.taken(steps), Position.of(ramp.rows))
   return {part.name: counts[part.name] / part.rows for part in source.parts}
 

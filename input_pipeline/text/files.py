@@ -119,6 +119,11 @@ def parts(spec: str) -> list[str]:
   return [part.strip() for part in spec.split(",") if part.strip()]
 
 
+def paths(spec: str) -> list[str]:
+  """Returns the paths of data.files, local ones as absolute ones."""
+  return [*map(absolute, parts(spec))]
+
+
 def absolute(path: str) -> str:
   """Returns a local path as an absolute one, and a URI as it is."""
   if not files.is_local(path):

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from etils import epath
+from etils import epath, epy
 
 from input_pipeline import catalog
-from input_pipeline.text import files as text_files
 from input_pipeline.text.tokenizer_files import (
   COMPANIONS,
   SENTENCEPIECE_FILE,
@@ -25,6 +24,9 @@ from input_pipeline.text.tokenizer_files import (
   read,
 )
 from runtime import files
+
+with epy.lazy_imports():  # for data of files alone
+  from input_pipeline.text import files as text_files
 
 BYTES = "bytes"
 CHARACTERS = "characters"
@@ -238,7 +240,7 @@ def trained_folder(data: Any) -> epath.Path:
   CURRENT_FILE names the one that was trained last.
   """
   specs = [data.files, *(source["files"] for source in data.sources)]
-  paths = [[text_files.absolute(part) for part in text_files.parts(spec)] for spec in specs]
+  paths = [text_files.paths(spec) if spec else [] for spec in specs]
   facts = [*paths, data.text_feature, "" if any(paths) else data.name]
   key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
   return catalog.data_folder(data) / "prepared" / "text" / "tokenizers" / key

@@ -8,8 +8,7 @@ import pytest
 
 from input_pipeline import mixture, row_source, rows
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
-from input_pipeline.mixture import combine
-from input_pipeline.order import check_epochs
+from input_pipeline.mixture import check_epochs, combine
 from input_pipeline.position import Position
 from input_pipeline.row_source import array_source
 from input_pipeline.source import BadRecords, UnreadableError

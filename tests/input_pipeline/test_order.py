@@ -3,17 +3,10 @@
 import numpy as np
 import pytest
 
-from input_pipeline.order import (
-  PERIOD,
-  EpochOrder,
-  Interleaving,
-  MixtureOrder,
-  Part,
-  Stages,
-  rounded,
-  row_shares,
-)
+from input_pipeline.mixture import PERIOD, Interleaving, MixtureOrder, rounded, row_shares
+from input_pipeline.order import EpochOrder
 from input_pipeline.position import Position
+from input_pipeline.source import Part
 
 # ------------------------------ mixtures ------------------------------
 
@@ -58,7 +51,7 @@ def test_two_equal_sources_alternate():
 
 
 def test_the_order_begins_again_after_a_period(monkeypatch):
-  monkeypatch.setattr("input_pipeline.order.PERIOD", 8192)
+  monkeypatch.setattr("input_pipeline.mixture.PERIOD", 8192)
   order = Interleaving([0.7, 0.2, 0.1])
   assert order.counts(8192).tolist() == list(order.quotas)
   assert (
@@ -86,8 +79,9 @@ def test_weights_count_tokens_and_not_rows():
 def test_stages_change_the_weights_at_a_row_and_no_row_is_skipped_or_repeated():
   parts = [Part("a", 1000, 1000), Part("b", 1000, 1000), Part("c", 1000, 1000)]
   stages = [(0, {"a": 1.0}), (100, {"a": 1.0, "b": 3.0}), (500, {"c": 1.0, "b": 1.0})]
-  order = Stages(parts, stages)
-  sources, numbers = order.places(0, 900)
+  order, position = MixtureOrder(parts, stages, 0, shuffle=False), Position.start(1)
+  ids = order.ids(0, 900, position)
+  sources, numbers = np.divmod(ids, 1000)
   assert np.bincount(sources[:100], minlength=3).tolist() == [100, 0, 0]
   assert np.bincount(sources[100:500], minlength=3).tolist() == [100, 300, 0]
   assert np.bincount(sources[500:], minlength=3).tolist() == [0, 200, 200]
@@ -95,10 +89,8 @@ def test_stages_change_the_weights_at_a_row_and_no_row_is_skipped_or_repeated():
     mine = numbers[sources == source]
     assert mine.tolist() == list(range(len(mine)))
   for first, stop in ((0, 1), (99, 101), (450, 620), (899, 900)):
-    again = order.places(first, stop)
-    assert again[0].tolist() == sources[first:stop].tolist()
-    assert again[1].tolist() == numbers[first:stop].tolist()
-  assert order.counts(500).tolist() == [200, 300, 0]
+    assert order.ids(first, stop, position).tolist() == ids[first:stop].tolist()
+  assert order.counts(500, position) == {"a": 200, "b": 300, "c": 0}
 
 
 # ------------------------------ epochs ------------------------------

@@ -225,7 +225,10 @@ def changing(tmp_path, monkeypatch):
 
 def test_the_splits_of_a_run_are_of_the_same_files(changing):
   processes = types.SimpleNamespace(start_timeout_seconds=1.0)
-  job = types.SimpleNamespace(config=types.SimpleNamespace(processes=processes), batch=None)
+  data = types.SimpleNamespace(name="text")
+  job = types.SimpleNamespace(
+    config=types.SimpleNamespace(processes=processes, data=data), batch=None
+  )
   with pytest.raises(files.ChangedError, match=r"a\.jsonl had [\d,]+ bytes and now has"):
     splits.open_data(job)
 

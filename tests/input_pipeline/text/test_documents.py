@@ -344,7 +344,9 @@ def test_text_files_have_no_column(tmp_path):
 def test_a_column_that_a_later_file_lacks_is_named_with_those_present(tmp_path):
   for name, column in (("a", "text"), ("b", "body"), ("c", "text")):
     parquet.write_table(pyarrow.table({column: ["x"]}), tmp_path / f"{name}.parquet")
-  with pytest.raises(ValueError, match=r"b\.parquet: data.text_feature='text' is not there; .* 'body'"):
+  with pytest.raises(
+    ValueError, match=r"b\.parquet: data.text_feature='text' is not there; .* 'body'"
+  ):
     read(tmp_path)
 
 
