@@ -19,6 +19,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from interop import hf_folder, name_maps, safetensors_file
+from interop.hf_families import FAMILIES
 from interop.hf_parts import short
 from interop.name_maps import Part, Tensor
 from interop.safetensors_file import DTYPES
@@ -52,7 +53,7 @@ class Module:
 def modules(spec: DecoderSpec, model_type: str) -> list[Module]:
   """Returns the modules of a family in which a model has adapters."""
   found, others = [], []
-  for name, (dims, *parameters) in name_maps.FAMILIES[model_type].rows.items():
+  for name, (dims, *parameters) in FAMILIES[model_type].names.rows.items():
     layers = tuple(one.removesuffix(_KERNEL) for one in parameters if one.endswith(_KERNEL))
     adapted = tuple(one for one in layers if spec.adapts(one))
     if adapted:
@@ -271,7 +272,7 @@ def _targets(adapter: Adapter, model_type: str) -> tuple[str, ...]:
   stored = [*safetensors_file.read_header(adapter.folder / hf_folder.ADAPTER_WEIGHTS)]
   names = "\n".join(stored)
   found: list[str] = []
-  for name, (_, *parameters) in name_maps.FAMILIES[model_type].rows.items():
+  for name, (_, *parameters) in FAMILIES[model_type].names.rows.items():
     module = re.escape(name.removesuffix(".weight")).replace(r"\{\}", r"\d+")
     if re.search(rf"^{re.escape(PREFIX)}{module}\.lora_A\.weight$", names, re.M):
       found += [one.removesuffix(_KERNEL) for one in parameters if one.endswith(_KERNEL)]

@@ -20,6 +20,7 @@ from models.losses import Batch
 from models.spec import DecoderSpec
 from partitioning.constraints import constrain
 from partitioning.dtypes import wide_dtype
+from runtime.layer_kinds import layer_type
 
 
 def rotary_frequencies(
@@ -257,14 +258,6 @@ class LayerPattern:
 
   def _rope_variants(self) -> list[tuple[float, tuple] | None]:
     return list(dict.fromkeys(self.rotaries))
-
-
-def layer_type(spec: DecoderSpec, layer: int) -> str:
-  """Returns the type of a layer, counted from 0: an entry of model_checks.LAYER_TYPES."""
-  if spec.layer_types:
-    return spec.layer_types[layer % len(spec.layer_types)]
-  last_of_some = spec.global_every > 0 and (layer + 1) % spec.global_every == 0
-  return "full" if not spec.window or last_of_some else "sliding"
 
 
 def is_global(spec: DecoderSpec, layer: int) -> bool:

@@ -19,7 +19,7 @@ from models import mup
 from partitioning.parallel.sharded_function import Residual
 from partitioning.rules import Dim
 from runtime.extensions import registered_names
-from runtime.layer_kinds import beside_sparse, is_sparse
+from runtime.layer_kinds import BIASES, beside_sparse, is_sparse
 
 # The residual stream of layers, between blocks and inside.
 RESIDUAL = Residual(between="BRD", inside="BTD")
@@ -31,14 +31,6 @@ EXPERTS = f"{LAYERS}experts"
 LORA_A, LORA_B = "lora_a", "lora_b"
 
 LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
-# Values of `model.biases` that stand for several of them. GPT-2's `all` has no gate.
-BIASES = {
-  "none": (),
-  "qkv": ("query", "key", "value"),
-  "attention": ("query", "key", "value", "out"),
-  "mlp": ("gate", "up", "down"),
-  "all": ("query", "key", "value", "out", "up", "down"),
-}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,26 @@
-"""Which layers of a decoder are sparse: have a mixture of experts in place of a dense MLP."""
+"""Of which kind each layer of a decoder is: sparse or dense, with a window or without; its biases.
+
+A sparse layer has a mixture of experts in place of a dense MLP.
+"""
 
 from typing import Any
+
+# Values of `model.biases` that stand for several linear layers. GPT-2's `all` has no gate.
+BIASES = {
+  "none": (),
+  "qkv": ("query", "key", "value"),
+  "attention": ("query", "key", "value", "out"),
+  "mlp": ("gate", "up", "down"),
+  "all": ("query", "key", "value", "out", "up", "down"),
+}
+
+
+def layer_type(model: Any, layer: int) -> str:
+  """Returns the type of a layer, counted from 0: an entry of model_checks.LAYER_TYPES."""
+  if model.layer_types:
+    return model.layer_types[layer % len(model.layer_types)]
+  last_of_some = model.global_every > 0 and (layer + 1) % model.global_every == 0
+  return "full" if not model.window or last_of_some else "sliding"
 
 
 def is_sparse(model: Any, layer: int) -> bool:

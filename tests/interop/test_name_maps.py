@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from interop import name_maps
+from interop.hf_families import FAMILIES, Names
 from models import model_spec
 from tests.interop import folders
 from tests.interop.folders import described, job_of, read_with_numpy
@@ -98,17 +99,17 @@ def test_a_model_with_more_than_the_family_has_is_refused():
 
 
 def test_a_table_row_is_all_that_a_new_family_needs():
-  rows = dict(name_maps.LLAMA.rows)
+  rows = dict(FAMILIES["llama"].names.rows)
   rows["model.layers.{}.self_attn.kv.weight"] = (
     *("KH+KH D", "layers/attention/key/kernel", "layers/attention/value/kernel"),
   )
   for name in ("k_proj", "v_proj"):
     del rows[f"model.layers.{{}}.self_attn.{name}.weight"]
-  names = dataclasses.replace(name_maps.LLAMA, rows=rows)
-  name_maps.FAMILIES["test"] = names
+  family = dataclasses.replace(FAMILIES["llama"], names=Names(rows))
+  FAMILIES["test"] = family
   try:
     found = name_maps.tensors(model_spec(job_of("llama").config), "test")
   finally:
-    del name_maps.FAMILIES["test"]
+    del FAMILIES["test"]
   one = found["model.layers.1.self_attn.kv.weight"]
   assert (one.shape, [part.start for part in one.parts]) == ((16, 16), [0, 8])

@@ -1,0 +1,648 @@
+"""The families of decoders that are read and written: a row for each model_type of transformers.
+
+A row says what config.json has, in parts of `hf_parts.py`, and which tensors the weights have, in
+the tables of the first half of this page. A new family is one more row. Nothing here imports JAX.
+
+A table of tensors has a row for each: its name, with {} for the number of the layer, and a second
+one for that of the expert; its dims, in the letters of the modules' `dims`, those of an axis
+written together; and our parameters. So `("NH D", "layers/attention/query/kernel")` is a matrix
+[N * H, D] of what is [D, N, H] here. A fused tensor joins several parameters along one axis, one
+after the other, `("NH+KH+KH D", query, key, value)`, or element by element in turn,
+`("D M|M", gate, up)`. A tensor of all experts has them first: `("E M+M D", gate, up)`. A row whose
+parameters a model does not have, or has with other dims, is left out: so optional ones (biases,
+norms of heads) follow the config.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from interop import hf_parts as parts
+from interop.hf_parts import Part, choice, field, flag, number, optional, rope, rope_by_layer
+from runtime import forms
+
+# ------------------------------ tensors ------------------------------
+
+Row = tuple[str, ...]  # the dims, and our parameters
+LAYER = "model.layers.{}."
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+  """The tensors of a family.
+
+  Attributes:
+    rows: tensor name -> row.
+    prefix: of all names but the logits'; a folder may leave it out everywhere.
+    inner: beginnings of names in the folder of a model of which this is a part -> what they are.
+    unused: patterns of tensors without parameters: buffers that the code computes itself, and
+      layers that only training has; {} is the number of layers.
+    tied: (the logits' tensor, the embedding's): the first may be stored although it is the second.
+    others: rows of which a folder may have one table's in place of those in `rows` with the same
+      parameters; they are read, and not written.
+  """
+
+  rows: Mapping[str, Row]
+  prefix: str = "model."
+  inner: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  unused: tuple[str, ...] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+  tied: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
+  others: tuple[Mapping[str, Row], ...] = ()
+
+
+def _rows(start: str, *modules: tuple[str, ...]) -> dict[str, Row]:
+  """Returns the rows of modules: of their weights, and of the biases of linear layers.
+
+  Args:
+    start: of their names.
+    *modules: name, dims of the weight, and our modules within a layer; kernels have two axes, of
+      which the outputs come first, norms one.
+  """
+  rows: dict[str, Row] = {}
+  for name, dims, *ours in modules:
+    weight = "kernel" if " " in dims else "scale"
+    rows[f"{start}{name}.weight"] = (dims, *(f"layers/{one}/{weight}" for one in ours))
+    if " " in dims:
+      rows[f"{start}{name}.bias"] = (dims.split()[0], *(f"layers/{one}/bias" for one in ours))
+  return rows
+
+
+QKV = ("attention/query", "attention/key", "attention/value")
+ENDS: dict[str, Row] = {
+  "model.embed_tokens.weight": ("V D", "embed/table"),
+  "model.norm.weight": ("D", "final_norm/scale"),
+  "lm_head.weight": ("V D", "unembed/kernel"),
+}
+NORMS = _rows(
+  LAYER,
+  ("input_layernorm", "D", "attention_norm"),
+  ("post_attention_layernorm", "D", "mlp_norm"),
+)
+# Norms after the two parts of a layer alone.
+POST_NORMS = _rows(
+  LAYER,
+  ("post_attention_layernorm", "D", "attention_post_norm"),
+  ("post_feedforward_layernorm", "D", "mlp_post_norm"),
+)
+# Norms before and after each of the two parts of a layer.
+FOUR_NORMS = {
+  **NORMS,
+  **POST_NORMS,
+  **_rows(LAYER, ("pre_feedforward_layernorm", "D", "mlp_norm")),
+}
+ATTENTION = _rows(
+  f"{LAYER}self_attn.",
+  ("q_proj", "NH D", "attention/query"),
+  ("k_proj", "KH D", "attention/key"),
+  ("v_proj", "KH D", "attention/value"),
+  ("o_proj", "D NH", "attention/out"),
+  ("q_norm", "H", "attention/query_norm"),
+  ("k_norm", "H", "attention/key_norm"),
+)
+# Norms of queries and keys across heads.
+NORMS_ACROSS_HEADS = _rows(
+  f"{LAYER}self_attn.",
+  ("q_norm", "NH", "attention/query_norm"),
+  ("k_norm", "KH", "attention/key_norm"),
+)
+# Queries have a latent vector, or they have none.
+LATENT_ATTENTION = _rows(
+  f"{LAYER}self_attn.",
+  ("q_proj", "NH D", "attention/query"),
+  ("q_a_proj", "q D", "attention/query_latent"),
+  ("q_a_layernorm", "Q", "attention/query_latent_norm"),
+  ("q_b_proj", "NH Q", "attention/query"),
+  ("kv_a_proj_with_mqa", "c+I D", "attention/latent", "attention/rotary_key"),
+  ("kv_a_layernorm", "C", "attention/latent_norm"),
+  ("kv_b_proj", "KJ C", "attention/key_value"),
+  ("o_proj", "D NU", "attention/out"),
+)
+MLP = _rows(
+  f"{LAYER}mlp.",
+  ("gate_proj", "F D", "mlp/gate"),
+  ("up_proj", "F D", "mlp/up"),
+  ("down_proj", "D F", "mlp/down"),
+)
+FUSED = {
+  **_rows(
+    f"{LAYER}self_attn.", ("qkv_proj", "NH+KH+KH D", *QKV), ("o_proj", "D NH", "attention/out")
+  ),
+  **_rows(
+    f"{LAYER}mlp.",
+    ("gate_up_proj", "F+F D", "mlp/gate", "mlp/up"),
+    ("down_proj", "D F", "mlp/down"),
+  ),
+}
+LLAMA = Names({**ENDS, **NORMS, **ATTENTION, **MLP})
+OLMO_2 = Names({**ENDS, **ATTENTION, **POST_NORMS, **NORMS_ACROSS_HEADS, **MLP})
+GEMMA_2 = Names({**ENDS, **FOUR_NORMS, **ATTENTION, **MLP})
+# Also the decoder of a folder with images, as transformers 4 and 5 write it.
+GEMMA_3 = dataclasses.replace(
+  GEMMA_2,
+  inner={
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+  },
+  unused=(
+    *GEMMA_2.unused,
+    *("vision_tower.*", "model.vision_tower.*"),
+    *("multi_modal_projector.*", "model.multi_modal_projector.*"),
+  ),
+)
+
+
+def _gpt_2_rows() -> dict[str, Row]:
+  """Returns the rows of GPT-2, whose kernels are stored as they multiply, [in, out]."""
+  rows: dict[str, Row] = {
+    "transformer.wte.weight": ("V D", "embed/table"),
+    "transformer.wpe.weight": ("P D", "positions/table"),
+    "transformer.ln_f.weight": ("D", "final_norm/scale"),
+    "transformer.ln_f.bias": ("D", "final_norm/bias"),
+    "lm_head.weight": ("V D", "unembed/kernel"),
+  }
+  for name, dims, *ours in (
+    ("ln_1", "D", "attention_norm"),
+    ("attn.c_attn", "D NH+KH+KH", *QKV),
+    ("attn.c_proj", "NH D", "attention/out"),
+    ("ln_2", "D", "mlp_norm"),
+    ("mlp.c_fc", "D F", "mlp/up"),
+    ("mlp.c_proj", "F D", "mlp/down"),
+  ):
+    rows |= _rows("transformer.h.{}.", (name, dims, *ours))
+    rows[f"transformer.h.{{}}.{name}.bias"] = (
+      dims.split()[-1],
+      *(f"layers/{one}/bias" for one in ours),
+    )
+  return rows
+
+
+GPT_2 = Names(
+  _gpt_2_rows(),
+  prefix="transformer.",
+  unused=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+  tied=("lm_head.weight", "transformer.wte.weight"),
+)
+
+_EXPERTS = "layers/experts"
+_GATE_UP = (f"{_EXPERTS}/gate/kernel", f"{_EXPERTS}/up/kernel")
+ROUTER: dict[str, Row] = {f"{LAYER}mlp.gate.weight": ("e D", f"{_EXPERTS}/router/kernel")}
+
+
+def _experts_one_by_one(where: str, gate: str, up: str, down: str) -> dict[str, Row]:
+  """Returns the rows of experts that have tensors of their own, by the names of these."""
+  start = f"{LAYER}{where}.experts.{{}}."
+  return {
+    f"{start}{gate}.weight": ("M D", f"{_EXPERTS}/gate/kernel"),
+    f"{start}{up}.weight": ("M D", f"{_EXPERTS}/up/kernel"),
+    f"{start}{down}.weight": ("D M", f"{_EXPERTS}/down/kernel"),
+  }
+
+
+EXPERTS = _experts_one_by_one("mlp", "gate_proj", "up_proj", "down_proj")
+# As version 5 of transformers has them in memory.
+MERGED_EXPERTS: dict[str, Row] = {
+  f"{LAYER}mlp.experts.gate_up_proj": ("E M+M D", *_GATE_UP),
+  f"{LAYER}mlp.experts.down_proj": ("E D M", f"{_EXPERTS}/down/kernel"),
+}
+MIXTRAL = Names(
+  {
+    **ENDS,
+    **NORMS,
+    **ATTENTION,
+    f"{LAYER}block_sparse_moe.gate.weight": ("e D", f"{_EXPERTS}/router/kernel"),
+    **_experts_one_by_one("block_sparse_moe", "w1", "w3", "w2"),
+  },
+  others=(ROUTER, MERGED_EXPERTS),
+)
+QWEN_3_MOE = Names(
+  {**ENDS, **NORMS, **ATTENTION, **MLP, **ROUTER, **EXPERTS}, others=(MERGED_EXPERTS,)
+)
+OLMOE = Names({**QWEN_3_MOE.rows, **NORMS_ACROSS_HEADS}, others=(MERGED_EXPERTS,))
+DEEPSEEK = Names(
+  {
+    **ENDS,
+    **NORMS,
+    **LATENT_ATTENTION,
+    **MLP,
+    **ROUTER,
+    f"{LAYER}mlp.gate.e_score_correction_bias": ("e", f"{_EXPERTS}/router/correction"),
+    **EXPERTS,
+    **_rows(
+      f"{LAYER}mlp.shared_experts.",
+      ("gate_proj", "W D", "experts/shared/gate"),
+      ("up_proj", "W D", "experts/shared/up"),
+      ("down_proj", "D W", "experts/shared/down"),
+    ),
+  },
+  # The layer behind the last predicts further tokens, in training and to decode speculatively.
+  unused=("model.layers.*.self_attn.rotary_emb.inv_freq", "model.layers.{}.*"),
+  others=(MERGED_EXPERTS,),
+)
+# Kernels of experts are stored as they multiply, [in, out]; in MXFP4 as [out, in].
+GPT_OSS = Names(
+  {
+    **ENDS,
+    **NORMS,
+    **ATTENTION,
+    f"{LAYER}self_attn.sinks": ("N", "layers/attention/sinks"),
+    f"{LAYER}mlp.router.weight": ("e D", f"{_EXPERTS}/router/kernel"),
+    f"{LAYER}mlp.router.bias": ("e", f"{_EXPERTS}/router/bias"),
+    f"{LAYER}mlp.experts.gate_up_proj": ("E D M|M", *_GATE_UP),
+    f"{LAYER}mlp.experts.gate_up_proj_bias": (
+      *("E M|M", f"{_EXPERTS}/gate/bias", f"{_EXPERTS}/up/bias"),
+    ),
+    f"{LAYER}mlp.experts.down_proj": ("E M D", f"{_EXPERTS}/down/kernel"),
+    f"{LAYER}mlp.experts.down_proj_bias": ("E D", f"{_EXPERTS}/down/bias"),
+  },
+  others=(
+    {f"{LAYER}mlp.experts.gate_up_proj_blocks": ("E M|M D", *_GATE_UP)},
+    {f"{LAYER}mlp.experts.down_proj_blocks": ("E D M", f"{_EXPERTS}/down/kernel")},
+  ),
+)
+
+# ------------------------------ config.json ------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """What the config.json of a model_type says and leaves out, and which tensors there are.
+
+  Attributes:
+    architecture: the class that transformers loads.
+    names: of the tensors.
+    defaults: of keys that a config.json may lack: those of transformers, versions 4.57 and 5.
+    parts: read and write the keys.
+    fixed: keys of `model` that are the same in all models of the family.
+    only: further keys -> (the values that can be expressed, the first its default; why).
+    ignored: further keys without effect on what the model computes.
+    positions: the key with the longest row that the model was trained for.
+  """
+
+  architecture: str
+  names: Names
+  defaults: Mapping[str, Any]
+  parts: tuple[Part, ...]
+  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  only: Mapping[str, tuple[tuple[Any, ...], str]] = dataclasses.field(default_factory=dict)
+  ignored: tuple[str, ...] = ()
+  positions: str = "max_position_embeddings"
+
+
+_SIZES = (
+  *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+  *("num_key_value_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps"),
+)
+
+
+def _defaults(*sizes: float | None, **more: Any) -> dict[str, Any]:
+  """Returns the defaults of a family: of the keys _SIZES in turn, and of others."""
+  found = dict(zip(_SIZES, sizes, strict=True))
+  return {**found, "hidden_act": "silu", "tie_word_embeddings": False, **more}
+
+
+_ENDS = (
+  field("vocab_size", "vocabulary_size"),
+  number("rms_norm_eps", "norm_epsilon"),
+  flag("tie_word_embeddings", "tied_embeddings"),
+)
+_STACK = (
+  field("num_hidden_layers", "layers"),
+  field("hidden_size", "model_size"),
+  field("intermediate_size", "feedforward_size"),
+)
+_COMMON = (
+  *(*_STACK, field("num_attention_heads", "heads"), parts.KV_HEADS, parts.HEAD_SIZE, *_ENDS),
+)
+_SILU = choice("hidden_act", "activation", parts.ACTIVATIONS)
+_PLAIN = (*_COMMON, parts.SCALE, _SILU)
+# In `attention_bias` alone, ONLY of `hf_config.py` says that there is no mlp_bias.
+_BIASES, _MLP_BIASES = parts.biases("attention_bias"), parts.biases("attention_bias", "mlp_bias")
+_MIXTURE = (parts.EXPERTS_PER_TOKEN, parts.EXPERT_WIDTH_OF_ALL)
+# Of training and of what is returned beside the logits.
+_EXPERTS_IGNORED = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+_QWEN = {"use_sliding_window": False, "sliding_window": 4096}
+
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True}
+_GEMMA_2 = {**_GEMMA, "query_pre_attn_scalar": 256, "sliding_window": 4096}
+_GEMMA_2_PARTS = (
+  *(*_COMMON, parts.QUERY_SCALE, _BIASES),
+  choice("hidden_activation", "activation", parts.ACTIVATIONS),
+  optional("final_logit_softcapping", "logits_soft_cap"),
+)
+_GEMMA_2_IGNORED = ("hidden_act", "cache_implementation")
+_GEMMA_FIXED = {"norm_scale_from_one": True, "scaled_embeddings": True}
+_GEMMA_2_FIXED = {**_GEMMA_FIXED, "post_norms": True}
+_NORM_ACROSS_HEADS = {"query_key_norm": True, "query_key_norm_across_heads": True}
+_OLMO_FIXED = {"pre_norms": False, "post_norms": True, **_NORM_ACROSS_HEADS}
+
+_DEEPSEEK = {
+  "kv_lora_rank": 512,
+  "q_lora_rank": 1536,
+  "qk_nope_head_dim": 128,
+  "qk_rope_head_dim": 64,
+  "v_head_dim": 128,
+}
+# Norms of latent vectors have an epsilon of 1e-6, whatever the others have.
+_DEEPSEEK_PARTS = (*_STACK, *parts.LATENT, *_ENDS, _BIASES, _SILU, parts.LATENT_ROPE)
+_DEEPSEEK_EXPERTS = (
+  field("n_routed_experts", "experts"),
+  number("routed_scaling_factor", "router_scale"),
+  *(parts.EXPERTS_PER_TOKEN, parts.EXPERT_WIDTH, parts.SHARED_EXPERTS),
+  parts.only("moe_layer_freq", 1),
+)
+_DEEPSEEK_IGNORED = (
+  *("aux_loss_alpha", "seq_aux", "ep_size", "num_mtp_layers", "num_nextn_predict_layers"),
+  *_EXPERTS_IGNORED,
+)
+_GPT_OSS_YARN = {
+  "rope_type": "yarn",
+  "factor": 32.0,
+  "beta_fast": 32.0,
+  "beta_slow": 1.0,
+  "truncate": False,
+  "original_max_position_embeddings": 4096,
+}
+
+# In the order in which `hf_config.write` tries them.
+FAMILIES: dict[str, Family] = {
+  "llama": Family(
+    *("LlamaForCausalLM", LLAMA),
+    _defaults(4096, 11_008, 32, 32, None, 32_000, 2048, 1e-6),
+    (*_PLAIN, _MLP_BIASES, rope()),
+  ),
+  "mistral": Family(
+    *("MistralForCausalLM", LLAMA),
+    _defaults(4096, 14_336, 32, 32, 8, 32_000, 131_072, 1e-6, sliding_window=4096),
+    (*_PLAIN, parts.WINDOW, rope()),
+  ),
+  "qwen2": Family(
+    *("Qwen2ForCausalLM", LLAMA),
+    _defaults(4096, 22_016, 32, 32, 32, 151_936, 32_768, 1e-6, **_QWEN, max_window_layers=28),
+    (*_PLAIN, parts.QWEN_WINDOW, rope()),
+    fixed={"biases": "qkv"},
+  ),
+  "qwen3": Family(
+    *("Qwen3ForCausalLM", LLAMA),
+    _defaults(
+      *(4096, 22_016, 32, 32, 32, 151_936, 32_768, 1e-6),
+      **_QWEN,
+      max_window_layers=28,
+      head_dim=128,
+    ),
+    (*_PLAIN, _BIASES, parts.QWEN_WINDOW, rope()),
+    fixed={"query_key_norm": True},
+  ),
+  "gemma": Family(
+    *("GemmaForCausalLM", LLAMA),
+    _defaults(
+      *(3072, 24_576, 28, 16, 16, 256_000, 8192, 1e-6),
+      **{**_GEMMA, "hidden_act": "gelu_pytorch_tanh"},
+    ),
+    (
+      *(*_COMMON, parts.SCALE, _BIASES, rope()),
+      # `gelu` in a file of Gemma 1 stands for the tanh approximation that it was trained with.
+      choice(
+        *("hidden_act", "activation"),
+        dict.fromkeys(("gelu_pytorch_tanh", "gelu", "gelu_new"), "gelu"),
+      ),
+    ),
+    fixed=_GEMMA_FIXED,
+    ignored=("hidden_activation",),
+  ),
+  "gemma2": Family(
+    *("Gemma2ForCausalLM", GEMMA_2),
+    _defaults(
+      *(2304, 9216, 26, 8, 4, 256_000, 8192, 1e-6),
+      **_GEMMA_2,
+      attn_logit_softcapping=50.0,
+      final_logit_softcapping=30.0,
+    ),
+    (
+      *(*_GEMMA_2_PARTS, parts.alternating(2), rope()),
+      optional("attn_logit_softcapping", "attention_soft_cap"),
+    ),
+    fixed=_GEMMA_2_FIXED,
+    ignored=_GEMMA_2_IGNORED,
+  ),
+  "gemma3_text": Family(
+    *("Gemma3ForCausalLM", GEMMA_3),
+    _defaults(2304, 9216, 26, 8, 4, 262_208, 131_072, 1e-6, **_GEMMA_2),
+    (
+      *_GEMMA_2_PARTS,
+      parts.alternating(6, "sliding_window_pattern", "_sliding_window_pattern"),
+      rope_by_layer(1_000_000.0, 10_000.0, "rope_local_base_freq"),
+    ),
+    fixed={**_GEMMA_2_FIXED, "query_key_norm": True},
+    only={
+      "attn_logit_softcapping": (
+        (None,),
+        "transformers does not apply it in this family, so the model's own logits are not known; "
+        "set it to null for those of transformers",
+      ),
+    },
+    ignored=_GEMMA_2_IGNORED,
+  ),
+  "gpt2": Family(
+    *("GPT2LMHeadModel", GPT_2),
+    {
+      "n_layer": 12,
+      "n_embd": 768,
+      "n_head": 12,
+      "n_positions": 1024,
+      "vocab_size": 50_257,
+      "layer_norm_epsilon": 1e-5,
+      "tie_word_embeddings": True,
+      "activation_function": "gelu_new",
+      "scale_attn_weights": True,
+      "scale_attn_by_inverse_layer_idx": False,
+    },
+    (
+      field("n_layer", "layers"),
+      field("n_embd", "model_size"),
+      field(
+        "n_inner", "feedforward_size", null=lambda theirs: 4 * parts.value_of(theirs, "n_embd")
+      ),
+      field("n_positions", "max_positions"),
+      field("vocab_size", "vocabulary_size"),
+      number("layer_norm_epsilon", "norm_epsilon"),
+      flag("tie_word_embeddings", "tied_embeddings"),
+      parts.GPT_2_HEADS,
+      flag("scale_attn_by_inverse_layer_idx", "attention_scale_by_inverse_layer"),
+      choice("activation_function", "activation", {"gelu_new": "gelu", **parts.ACTIVATIONS}),
+    ),
+    fixed={"positions": "learned", "norm": "layer", "biases": "all", "gated": False},
+    ignored=(
+      *("n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout"),
+      *("summary_proj_to_labels", "summary_type", "summary_use_proj", "gradient_checkpointing"),
+    ),
+    positions="n_positions",
+  ),
+  "phi3": Family(
+    *("Phi3ForCausalLM", Names({**ENDS, **NORMS, **FUSED})),
+    _defaults(3072, 8192, 32, 32, None, 32_064, 4096, 1e-5, sliding_window=None),
+    (*_PLAIN, parts.WINDOW, rope(partial=True, older=True)),
+  ),
+  "olmo2": Family(
+    *("Olmo2ForCausalLM", OLMO_2),
+    _defaults(4096, 11_008, 32, 32, None, 50_304, 2048, 1e-5),
+    (*_PLAIN, _BIASES, rope(older=True)),
+    fixed=_OLMO_FIXED,
+  ),
+  "olmo3": Family(
+    *("Olmo3ForCausalLM", OLMO_2),
+    _defaults(4096, 11_008, 32, 32, None, 50_304, 2048, 1e-5, sliding_window=4096),
+    (*_PLAIN, _BIASES, parts.alternating(4), rope_by_layer(500_000.0, 500_000.0)),
+    fixed=_OLMO_FIXED,
+  ),
+  "smollm3": Family(
+    *("SmolLM3ForCausalLM", LLAMA),
+    _defaults(
+      *(2048, 11_008, 36, 16, 4, 128_256, 32_768, 1e-6),
+      tie_word_embeddings=True,
+      use_sliding_window=False,
+      no_rope_layer_interval=4,
+    ),
+    (*_PLAIN, _MLP_BIASES, parts.SMOLLM_3, rope(2_000_000.0)),
+  ),
+  "granite": Family(
+    *("GraniteForCausalLM", LLAMA),
+    _defaults(
+      *(4096, 11_008, 32, 32, None, 32_000, 2048, 1e-6),
+      attention_multiplier=1.0,
+      embedding_multiplier=1.0,
+      residual_multiplier=1.0,
+      logits_scaling=1.0,
+    ),
+    (
+      *(*_COMMON, _SILU, _MLP_BIASES, rope()),
+      number("attention_multiplier", "attention_scale"),
+      number("embedding_multiplier", "embedding_multiplier"),
+      number("residual_multiplier", "residual_multiplier"),
+      number("logits_scaling", "logits_divisor"),
+    ),
+  ),
+  "mixtral": Family(
+    *("MixtralForCausalLM", MIXTRAL),
+    _defaults(4096, 14_336, 32, 32, 8, 32_000, 131_072, 1e-5, num_experts_per_tok=2),
+    (
+      *(*_PLAIN, parts.WINDOW, rope(1_000_000.0)),
+      *(parts.expert_count(8, "num_local_experts"), *_MIXTURE),
+    ),
+    ignored=_EXPERTS_IGNORED,
+  ),
+  "qwen3_moe": Family(
+    *("Qwen3MoeForCausalLM", QWEN_3_MOE),
+    _defaults(
+      *(2048, 6144, 24, 32, 4, 151_936, 32_768, 1e-6),
+      **_QWEN,
+      num_experts_per_tok=8,
+      moe_intermediate_size=768,
+      decoder_sparse_step=1,
+      norm_topk_prob=False,
+    ),
+    (
+      *(*_PLAIN, _BIASES, parts.QWEN_3_MOE_WINDOW, rope()),
+      parts.expert_count(128, "num_experts", "num_local_experts"),
+      *(parts.SPARSE_LAYERS, parts.EXPERTS_PER_TOKEN, parts.EXPERT_WIDTH),
+      parts.ROUTER_NORMALIZED,
+    ),
+    fixed={"query_key_norm": True},
+    ignored=(*_EXPERTS_IGNORED, "max_window_layers"),
+  ),
+  "olmoe": Family(
+    *("OlmoeForCausalLM", OLMOE),
+    _defaults(
+      *(2048, 2048, 16, 16, None, 50_304, 4096, 1e-5), num_experts_per_tok=8, norm_topk_prob=False
+    ),
+    (
+      *(*_PLAIN, _BIASES, rope()),
+      *(parts.expert_count(64, "num_experts"), *_MIXTURE, parts.ROUTER_NORMALIZED),
+      optional("clip_qkv", "clip_qkv", forms.ABOVE_0),
+    ),
+    fixed=_NORM_ACROSS_HEADS,
+    ignored=_EXPERTS_IGNORED,
+  ),
+  "gpt_oss": Family(
+    *("GptOssForCausalLM", GPT_OSS),
+    _defaults(
+      *(2880, 2880, 36, 64, 8, 201_088, 131_072, 1e-5),
+      head_dim=64,
+      attention_bias=True,
+      sliding_window=128,
+      num_experts_per_tok=4,
+      swiglu_limit=7.0,
+    ),
+    (
+      *(*_COMMON, parts.SCALE, _BIASES, parts.alternating(2)),
+      rope(150_000.0, unstated=_GPT_OSS_YARN),
+      *(parts.expert_count(128, "num_local_experts"), *_MIXTURE),
+      optional("swiglu_limit", "gate_limit"),
+    ),
+    fixed={
+      "activation": "gelu_sigmoid",
+      "attention_sinks": True,
+      "router_scores": "softmax_of_chosen",
+      "router_bias": True,
+      "expert_biases": True,
+      "up_offset": 1.0,
+    },
+    only={
+      "hidden_act": (("silu",), "experts of this family have x sigmoid(1.702 x)"),
+      "swiglu_alpha": ((1.702,), "the number in the sigmoid of the experts is fixed"),
+    },
+    ignored=(*_EXPERTS_IGNORED, "initial_context_length", "experts_per_token"),
+  ),
+  "deepseek_v3": Family(
+    *("DeepseekV3ForCausalLM", DEEPSEEK),
+    _defaults(
+      *(7168, 18_432, 61, 128, None, 129_280, 4096, 1e-6),
+      **_DEEPSEEK,
+      first_k_dense_replace=3,
+      n_routed_experts=256,
+      n_shared_experts=1,
+      num_experts_per_tok=8,
+      moe_intermediate_size=2048,
+      n_group=8,
+      topk_group=4,
+      norm_topk_prob=True,
+      routed_scaling_factor=2.5,
+      rope_interleave=True,
+    ),
+    (
+      *(*_DEEPSEEK_PARTS, parts.INTERLEAVE),
+      parts.behind_dense_layers(
+        *(*_DEEPSEEK_EXPERTS, *parts.ROUTER_GROUPS, parts.ROUTER_NORMALIZED),
+        *(parts.only("scoring_func", "sigmoid"), parts.only("topk_method", "noaux_tc")),
+        router_scores="sigmoid",
+        router_correction=True,
+        router_group_score="top2",
+      ),
+    ),
+    fixed={"attention": "latent"},
+    ignored=_DEEPSEEK_IGNORED,
+  ),
+  "deepseek_v2": Family(
+    *("DeepseekV2ForCausalLM", DEEPSEEK),
+    _defaults(
+      *(4096, 11_008, 32, 32, None, 102_400, 2048, 1e-6),
+      **_DEEPSEEK,
+      first_k_dense_replace=0,
+      n_routed_experts=64,
+      n_shared_experts=2,
+      moe_intermediate_size=1407,
+      topk_method="greedy",
+      routed_scaling_factor=1.0,
+    ),
+    (
+      *_DEEPSEEK_PARTS,
+      parts.behind_dense_layers(
+        *(*_DEEPSEEK_EXPERTS, parts.GROUPS_BY_METHOD),
+        *(parts.only("scoring_func", "softmax"), parts.only("norm_topk_prob", False)),
+        router_normalized=False,
+      ),
+    ),
+    fixed={"attention": "latent", "rotary_pairs": "adjacent"},
+    ignored=_DEEPSEEK_IGNORED,
+  ),
+}
