@@ -28,9 +28,8 @@ class Part:
       or (layer, expert).
     letters: of our parameter, without the dims of `place`, in our order.
     axes: letters of each axis of the tensor, or of its matrix.
-    start: its first index along the tensor's fused axis.
-    step: from one of its indices there to the next.
-    column: its first column, in a tensor of blocks that are joined along rows, and 0 elsewhere.
+    origin: along each axis, the index of its first element.
+    strides: along each axis, from one of its indices to the next.
     matrix: its index along the first dim of a tensor of all experts; None: of another.
   """
 
@@ -38,23 +37,18 @@ class Part:
   place: tuple[int, ...]
   letters: str
   axes: tuple[str, ...]
-  start: int = 0
-  step: int = 1
-  column: int = 0
+  origin: tuple[int, ...] = (0, 0)
+  strides: tuple[int, ...] = (1, 1)
   matrix: int | None = None
 
-  def along(self, first: int, stop: int, joined: bool = True) -> slice:
-    """Returns where its elements from `first` to `stop` are along an axis of the tensor.
+  def along(self, axis: int, first: int, stop: int) -> slice:
+    """Returns where its elements from `first` to before `stop` are along an axis of the tensor."""
+    origin, stride = self.origin[axis], self.strides[axis]
+    return slice(origin + first * stride, origin + (stop - 1) * stride + 1, stride)
 
-    Args:
-      first: of its elements.
-      stop: behind the last of them.
-      joined: whether the tensor's parts are joined along this axis.
-    """
-    if not joined:
-      return slice(first, stop, 1)
-    end = self.start + (stop - 1) * self.step + 1
-    return slice(self.start + first * self.step, end, self.step)
+  def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns its elements along each axis, by the sizes of `sizes_of`."""
+    return tuple(size_of(axis, sizes) for axis in self.axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +58,11 @@ class Tensor:
   Attributes:
     name: with the numbers of its layer and expert.
     shape: as stored.
-    axis: along which its parts are joined; of a tensor of all experts, an axis of their matrices.
     parts: in the order in which they are joined; one where it is not fused.
   """
 
   name: str
   shape: tuple[int, ...]
-  axis: int
   parts: tuple[Part, ...]
 
 
@@ -141,32 +133,33 @@ def _tensor(
   axes = [re.split(r"[+|]", axis) for axis in dims.split(" ")]
   stacked = axes[0] == [_EXPERTS]
   axes = axes[stacked:]
-  joined = next((number for number, axis in enumerate(axes) if len(axis) > 1), 0)
+  fused = next((number for number, axis in enumerate(axes) if len(axis) > 1), 0)
   step = len(parameters) if "|" in dims else 1
-  parts, start = [], 0
+  parts, shape, end = [], [], 0
   for number, (parameter, ours) in enumerate(zip(parameters, letters, strict=True)):
     own = tuple(axis[number] if len(axis) > 1 else axis[0] for axis in axes)
     if stacked or len(place) > 1:
       ours = ours.removeprefix(_EXPERTS)
     if {*ours} != {*"".join(own)}:  # the config has it with other dims, which another row is for
       return None
-    first = number if step > 1 else start
-    parts.append(Part(parameter, place, ours, own, first, step))
-    start += _size(own[joined], sizes)
-  shape = tuple(
-    start if number == joined else _size(axis[0], sizes) for number, axis in enumerate(axes)
-  )
+    origin, strides = [0] * len(axes), [1] * len(axes)
+    origin[fused], strides[fused] = (end if step == 1 else number), step
+    parts.append(Part(parameter, place, ours, own, tuple(origin), tuple(strides)))
+    shape = [*parts[-1].shape(sizes)]
+    end += shape[fused]
+  shape[fused] = end
   if not stacked:
-    return Tensor(name, shape, joined, tuple(parts))
+    return Tensor(name, tuple(shape), tuple(parts))
   every = [
     dataclasses.replace(part, place=(*place, expert), matrix=expert)
     for expert in range(sizes[_EXPERTS])
     for part in parts
   ]
-  return Tensor(name, (sizes[_EXPERTS], *shape), joined, tuple(every))
+  return Tensor(name, (sizes[_EXPERTS], *shape), tuple(every))
 
 
-def _size(letters: str, sizes: Mapping[str, int]) -> int:
+def size_of(letters: str, sizes: Mapping[str, int]) -> int:
+  """Returns the product of the sizes of some letters."""
   return math.prod(sizes[letter] for letter in letters)
 
 
@@ -187,16 +180,13 @@ def joined(
     ours = array(part.parameter, part.place)
     ours = ours[tuple(slice(0, sizes[letter]) for letter in part.letters)]
     order = [part.letters.index(letter) for letter in "".join(part.axes)]
-    piece = ours.transpose(order).reshape([_size(axis, sizes) for axis in part.axes])
+    piece = ours.transpose(order).reshape(part.shape(sizes))
     if piece.shape == tensor.shape:
       return piece
     if found is None:
       found = np.zeros(tensor.shape, piece.dtype)
     matrix = found if part.matrix is None else found[part.matrix]
-    there = [slice(size) for size in piece.shape]
-    there[-1] = slice(part.column, part.column + piece.shape[-1])
-    there[tensor.axis] = part.along(0, piece.shape[tensor.axis])
-    matrix[tuple(there)] = piece
+    matrix[tuple(part.along(axis, 0, size) for axis, size in enumerate(piece.shape))] = piece
   return found
 
 

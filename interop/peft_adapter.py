@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from interop import hf_folder, name_maps, safetensors_file
+from interop import hf_folder, name_maps, read_weights, safetensors_file
 from interop.hf_families import FAMILIES
 from interop.hf_parts import short
 from interop.name_maps import Part, Tensor
@@ -114,45 +114,31 @@ def _number(value: float) -> float | int:
 
 def tensors(spec: DecoderSpec, model_type: str) -> dict[str, Tensor]:
   """Returns the tensors of the adapters by name, layer after layer."""
-  found, sizes, adapted = {}, name_maps.sizes_of(spec), modules(spec, model_type)
-  for layer in range(spec.layers):
-    for module in adapted:
-      start = f"{PREFIX}{module.name.format(layer)}"
-      for one in (
-        _a(spec, sizes, module, layer, f"{start}.lora_A.weight"),
-        _b(spec, sizes, module, layer, f"{start}.lora_B.weight"),
-      ):
-        found[one.name] = one
-  return found
+  adapted = modules(spec, model_type)
+  pairs = (_pair(spec, module, layer) for layer in range(spec.layers) for module in adapted)
+  return {tensor.name: tensor for pair in pairs for tensor in pair}
 
 
-def _a(
-  spec: DecoderSpec, sizes: Mapping[str, int], module: Module, layer: int, name: str
-) -> Tensor:
-  letters, rank = [spec.letters_of(f"{one}/{LORA_A}") for one in module.adapted], spec.lora.rank
-  width = math.prod(sizes[letter] for letter in letters[0].removesuffix("r"))
-  parts = tuple(
-    Part(f"{one}/{LORA_A}", (layer,), own, ("r", own.removesuffix("r")), number * rank)
-    for number, (one, own) in enumerate(zip(module.adapted, letters, strict=True))
-  )
-  return Tensor(name, (len(parts) * rank, width), 0, parts)
-
-
-def _b(
-  spec: DecoderSpec, sizes: Mapping[str, int], module: Module, layer: int, name: str
-) -> Tensor:
-  """Returns B, which of a fused module has a block for each part, and zeros elsewhere."""
-  rank, width = spec.lora.rank, RESIDUAL.width
-  parts, row = [], 0
+def _pair(spec: DecoderSpec, module: Module, layer: int) -> tuple[Tensor, Tensor]:
+  """Returns A and B, which of a fused module has a block for each part, and zeros elsewhere."""
+  sizes, rank, width = name_maps.sizes_of(spec), spec.lora.rank, RESIDUAL.width
+  start, row, inputs = f"{PREFIX}{module.name.format(layer)}", 0, ""
+  a: list[Part] = []
+  b: list[Part] = []
   for one in module.layers:
     kernel = spec.letters_of(f"{one}{_KERNEL}")
     # Of its kernel's letters, those that its inputs do not have.
     outputs = kernel.removeprefix(width) if kernel.startswith(width) else width
     if one in module.adapted:
-      own = f"{one}/{LORA_B}", (layer,), f"r{outputs}", (outputs, "r")
-      parts.append(Part(*own, row, column=len(parts) * rank))
-    row += math.prod(sizes[letter] for letter in outputs)
-  return Tensor(name, (row, len(parts) * rank), 0, tuple(parts))
+      first, inputs = len(a) * rank, spec.letters_of(f"{one}/{LORA_A}").removesuffix("r")
+      a.append(Part(f"{one}/{LORA_A}", (layer,), f"{inputs}r", ("r", inputs), (first, 0)))
+      b.append(Part(f"{one}/{LORA_B}", (layer,), f"r{outputs}", (outputs, "r"), (row, first)))
+    row += name_maps.size_of(outputs, sizes)
+  ranks = len(a) * rank
+  return (
+    Tensor(f"{start}.lora_A.weight", (ranks, name_maps.size_of(inputs, sizes)), tuple(a)),
+    Tensor(f"{start}.lora_B.weight", (row, ranks), tuple(b)),
+  )
 
 
 # ------------------------------ reading for a config with adapters ------------------------------
@@ -307,43 +293,32 @@ def read(adapter: Adapter, spec: DecoderSpec, model_type: str) -> dict[str, np.n
   wanted, sizes, rank = tensors(spec, model_type), name_maps.sizes_of(spec), spec.lora.rank
   ours = adapter_config(spec, model_type, None)
   blocks = bool(adapter.ranks or adapter.alphas)
-  found: dict[str, np.ndarray] = {}
+  parts: dict[str, list[tuple[safetensors_file.Stored, Part]]] = {}
   wrong = [f"{name} is not known" for name in stored if name not in wanted]
   if blocks and (adapter.ranks, adapter.alphas) != (ours["rank_pattern"], ours["alpha_pattern"]):
     wrong.append("rank_pattern and alpha_pattern: only one rank for all kernels is read")
-  with safetensors_file.Reader() as reader:
-    for name, tensor in wanted.items():
-      shape = tensor.shape
-      if not blocks:  # one A for all parts of a fused module
-        shape = (shape[0], rank) if name.endswith("lora_B.weight") else (rank, shape[1])
-      one = stored.get(name)
-      if one is None or one.shape != shape or one.dtype not in DTYPES:
-        is_there = f"{one.dtype}{list(one.shape)}" if one else "missing"
-        wrong.append(f"{name} is {is_there}; the base and lora.rank={rank} need {list(shape)}")
-        continue
-      array = np.array(reader.block(one, slice(0, shape[0]), slice(0, shape[1])))
-      _take_apart(tensor, array, sizes, spec.layers, found)
+  for name, tensor in wanted.items():
+    of_ranks = int(name.endswith("lora_B.weight"))  # the axis
+    shape = tuple(
+      rank if axis == of_ranks and not blocks else n for axis, n in enumerate(tensor.shape)
+    )
+    one = stored.get(name)
+    if one is None or one.shape != shape or one.dtype not in DTYPES:
+      is_there = f"{one.dtype}{list(one.shape)}" if one else "missing"
+      wrong.append(f"{name} is {is_there}; the base and lora.rank={rank} need {list(shape)}")
+      continue
+    for part in tensor.parts:
+      if not blocks:  # one A for all parts of a fused module, and B without zeros
+        origin = (part.origin[0], 0) if of_ranks else (0, 0)
+        part = dataclasses.replace(part, origin=origin)
+      parts.setdefault(part.parameter, []).append((one, part))
   if wrong:
     listed = "\n".join(f"  {line}" for line in forms.first(wrong, _NAMED))
     raise ValueError(f"{KEY}={adapter.folder}: it is an adapter of another base:\n{listed}")
+  source = read_weights.Source(adapter.folder, None, parts, sizes)
+  found = {}
+  with safetensors_file.Reader() as reader:
+    for name, [(one, part), *_] in parts.items():
+      index = [(0, spec.layers), *((0, sizes[letter]) for letter in part.letters)]
+      [found[name]] = read_weights.local_shards(reader, source, name, DTYPES[one.dtype], [index])
   return found
-
-
-def _take_apart(
-  tensor: name_maps.Tensor,
-  array: np.ndarray,
-  sizes: Mapping[str, int],
-  layers: int,
-  found: dict[str, np.ndarray],
-) -> None:
-  """Puts a tensor's parts into the arrays of a model."""
-  shared = array.shape != tensor.shape  # one A for all parts, and B without zeros
-  for part in tensor.parts:
-    row = 0 if shared and part.axes[0] == "r" else part.start
-    column = 0 if shared else part.column
-    height, width = (math.prod(sizes[letter] for letter in axis) for axis in part.axes)
-    letters = "".join(part.axes)
-    one = array[row : row + height, column : column + width]
-    one = one.reshape([sizes[letter] for letter in letters])
-    one = one.transpose([letters.index(letter) for letter in part.letters])
-    found.setdefault(part.parameter, np.zeros((layers, *one.shape), array.dtype))[part.place] = one

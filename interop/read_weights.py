@@ -15,15 +15,13 @@ bytes [R, C / 32, 16] with two values each, the low four bits first, and `_scale
 Formats (MX) Specification 1.0, sections 5.3.3 and 6.3.
 """
 
-import abc
 import dataclasses
 import functools
 import json
-import math
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -124,45 +122,6 @@ def _no_weights(folder: pathlib.Path, key: str) -> str:
 # ------------------------------ quantized weights ------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Quantized(abc.ABC):
-  """A matrix, or several along leading dims, that is decoded where it is read, like a `Stored`.
-
-  Attributes:
-    values: as stored.
-    scales: likewise.
-  """
-
-  values: Stored
-  scales: Stored
-  dtype = "BF16"  # in which the model is published otherwise
-
-  @property
-  @abc.abstractmethod
-  def shape(self) -> tuple[int, ...]:
-    """Returns that of the decoded values."""
-
-  @property
-  @abc.abstractmethod
-  def size(self) -> int:
-    """Returns the bytes of all that is read."""
-
-  def part(self, index: int) -> Self:
-    """Returns the matrices with this index along the first dim."""
-    parts = {"values": self.values.part(index), "scales": self.scales.part(index)}
-    return dataclasses.replace(self, **parts)
-
-  @abc.abstractmethod
-  def block(self, reader: Reader, rows: slice, columns: slice) -> np.ndarray:
-    """Returns [rows, columns] of a matrix; valid until the reader's next call."""
-
-
-Weights = Stored | Quantized
-
-
-# ------------------------------ float8 with a scale for each block ------------------------------
-
-
 def decoded_fp8(
   weights: np.ndarray, scales: np.ndarray, block: tuple[int, int], first: tuple[int, int] = (0, 0)
 ) -> np.ndarray:
@@ -177,47 +136,8 @@ def decoded_fp8(
   for axis, (size, start) in enumerate(zip(block, first, strict=True)):
     of_each = (start + np.arange(weights.shape[axis])) // size
     scales = np.take(scales, of_each, axis=axis)
-  return _fp8_values()[weights] * scales.astype(np.float32)
+  return weights.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales.astype(np.float32)
 
-
-@functools.cache
-def _fp8_values() -> np.ndarray:
-  """Returns the value of each byte, float32 [256]."""
-  return np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Fp8Blocks(Quantized):
-  """Values are float8_e4m3fn [..., R, C], scales [..., ceil(R / rows), ceil(C / columns)].
-
-  Attributes:
-    block_shape: rows and columns of a block.
-  """
-
-  block_shape: tuple[int, int]
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    """Returns [..., R, C]."""
-    return self.values.shape
-
-  @property
-  def size(self) -> int:
-    """Returns the bytes of all that is read."""
-    return self.values.size * np.dtype(np.float32).itemsize
-
-  def block(self, reader: Reader, rows: slice, columns: slice) -> np.ndarray:
-    """Returns float32 [rows, columns]."""
-    height, width = self.block_shape
-    across = slice(columns.start // width, -(-columns.stop // width))
-    down = slice(rows.start // height, -(-rows.stop // height))
-    scales = self.scales.block(reader, down, across).copy()
-    values = self.values.block(reader, rows, columns)
-    first = rows.start % height, columns.start % width
-    return decoded_fp8(values, scales, self.block_shape, first)
-
-
-# ------------------------------ MXFP4 ------------------------------
 
 MXFP4_GROUP = 32  # values of one scale
 _MXFP4_BYTES = MXFP4_GROUP // 2
@@ -247,27 +167,57 @@ def _mxfp4_pairs() -> np.ndarray:
     return both.astype(ml_dtypes.bfloat16).reshape(-1).view(np.uint32)
 
 
-class Mxfp4(Quantized):
-  """Values are uint8 [..., R, G, 16], scales uint8 [..., R, G]."""
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+  """Matrices along any leading dims, which are decoded where they are read, like a `Stored`.
+
+  Attributes:
+    values: of FP8 uint8 [..., R, C], of MXFP4 uint8 [..., R, G, 16].
+    scales: of FP8 [..., ceil(R / rows), ceil(C / columns)], of MXFP4 uint8 [..., R, G].
+    group: rows and columns of the values with one scale.
+  """
+
+  values: Stored
+  scales: Stored
+  group: tuple[int, int]
+  dtype = "BF16"  # in which the model is published otherwise
+
+  @property
+  def in_4_bits(self) -> bool:
+    """Returns whether it is MXFP4."""
+    return self.values.dtype == "U8"
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Returns [..., R, 32 G]."""
-    return (*self.scales.shape[:-1], MXFP4_GROUP * self.scales.shape[-1])
+    """Returns that of the decoded values."""
+    mxfp4 = (*self.scales.shape[:-1], MXFP4_GROUP * self.scales.shape[-1])
+    return mxfp4 if self.in_4_bits else self.values.shape
 
   @property
   def size(self) -> int:
-    """Returns the bytes of all that is read."""
-    return self.values.size * 2 * np.dtype(ml_dtypes.bfloat16).itemsize
+    """Returns the bytes of the decoded values: bfloat16 of MXFP4, float32 of FP8."""
+    return self.values.size * 4  # of half a byte, or of one
+
+  def part(self, index: int) -> "Quantized":
+    """Returns the matrices with this index along the first dim."""
+    return Quantized(self.values.part(index), self.scales.part(index), self.group)
 
   def block(self, reader: Reader, rows: slice, columns: slice) -> np.ndarray:
-    """Returns bfloat16 [rows, columns] of a matrix."""
-    first, stop = columns.start // MXFP4_GROUP, -(-columns.stop // MXFP4_GROUP)
-    scales = self.scales.block(reader, rows, slice(first, stop)).copy()
-    blocks = self.values.block(reader, rows, slice(first * _MXFP4_BYTES, stop * _MXFP4_BYTES))
+    """Returns [rows, columns] of a matrix; valid until the reader's next call."""
+    ranges = [*zip((rows, columns), self.group, strict=True)]
+    down, across = (slice(x.start // size, -(-x.stop // size)) for x, size in ranges)
+    first = tuple(x.start % size for x, size in ranges)
+    scales = self.scales.block(reader, down, across).copy()
+    if not self.in_4_bits:
+      values = self.values.block(reader, rows, columns)
+      return decoded_fp8(values, scales, self.group, first)
+    of_bytes = slice(across.start * _MXFP4_BYTES, across.stop * _MXFP4_BYTES)
+    blocks = self.values.block(reader, rows, of_bytes)
     found = decoded_mxfp4(blocks.reshape(*scales.shape, _MXFP4_BYTES), scales)
-    return found[:, columns.start - first * MXFP4_GROUP : columns.stop - first * MXFP4_GROUP]
+    return found[:, first[1] : first[1] + columns.stop - columns.start]
 
+
+Weights = Stored | Quantized
 
 # ------------------------------ tensors of several entries ------------------------------
 
@@ -298,8 +248,8 @@ def combined(
       found[name] = one
       continue
     used.add(scales)
-    if name.endswith(_BLOCKS) and one.shape[-1] != MXFP4_GROUP // 2:
-      wrong.append(f"{name} has {one.shape[-1]} bytes in a block; {MXFP4_GROUP // 2} are read")
+    if name.endswith(_BLOCKS) and one.shape[-1] != _MXFP4_BYTES:
+      wrong.append(f"{name} has {one.shape[-1]} bytes in a block; {_MXFP4_BYTES} are read")
       continue
     shape, kinds = _scales_shape(name, one, block)
     if stored[scales].shape != shape or stored[scales].dtype not in kinds:
@@ -307,9 +257,9 @@ def combined(
       wanted = f"{kinds[0]}{list(shape)}"
       wrong.append(f"{scales} is {there}, and {name} {one.dtype}{list(one.shape)} needs {wanted}")
     elif name.endswith(_BLOCKS):
-      found[name] = Mxfp4(one, stored[scales])
+      found[name] = Quantized(one, stored[scales], (1, MXFP4_GROUP))
     else:
-      found[name] = Fp8Blocks(one, stored[scales], block)
+      found[name] = Quantized(one, stored[scales], block)
   return {name: one for name, one in found.items() if name not in used}, wrong
 
 
@@ -339,14 +289,14 @@ class Source:
 
   Attributes:
     folder: on this machine.
-    described: by its config.json.
+    described: by its config.json; None of an adapter.
     parts: our parameter -> the tensors that hold it, each with its part.
     sizes: letter -> size in the folder.
   """
 
   folder: pathlib.Path
-  described: hf_config.Described
-  parts: Mapping[str, list[tuple[Weights, int, Part]]]
+  described: hf_config.Described | None
+  parts: Mapping[str, list[tuple[Weights, Part]]]
   sizes: Mapping[str, int]
 
 
@@ -393,7 +343,7 @@ def open_folder(location: str, spec: DecoderSpec, key: str) -> Source:
   for name, tensor in found.tensors.items():
     for part in tensor.parts:
       one = stored[name] if part.matrix is None else stored[name].part(part.matrix)
-      parts.setdefault(part.parameter, []).append((one, tensor.axis, part))
+      parts.setdefault(part.parameter, []).append((one, part))
   return Source(folder, described, parts, name_maps.sizes_of(spec))
 
 
@@ -482,7 +432,7 @@ def local_shards(
   indices = list(indices)
   # Rows of the padding of the vocabulary are in no file, and stay 0.
   shards = [np.zeros([stop - first for first, stop in index], dtype) for index in indices]
-  for stored, axis, part in source.parts[name]:
+  for stored, part in source.parts[name]:
     wanted = []
     for index, shard in zip(indices, shards, strict=True):
       count = len(part.place)
@@ -490,59 +440,62 @@ def local_shards(
         target = shard[tuple(n - index[dim][0] for dim, n in enumerate(part.place))]
         wanted.append((dict(zip(part.letters, index[count:], strict=True)), target))
     if wanted:
-      _fill(reader, stored, axis, part, source.sizes, wanted)
+      _fill(reader, stored, part, source.sizes, wanted)
   return shards
+
+
+Range = tuple[int, int]  # first, and behind the last
 
 
 def _fill(
   reader: Reader,
   stored: Weights,
-  axis: int,
   part: Part,
   sizes: Mapping[str, int],
-  wanted: list[tuple[dict[str, tuple[int, int]], np.ndarray]],
+  wanted: Sequence[tuple[Mapping[str, Range], np.ndarray]],
 ) -> None:
-  """Reads the part of a tensor that shards need, and copies it into them.
+  """Reads the part of a tensor that shards need, piece by piece, and copies it into them.
 
   Args:
     reader: of the folder.
     stored: the tensor.
-    axis: along which it is fused.
     part: which of it.
     sizes: letter -> size in the folder.
-    wanted: (letter -> first and stop, shard without L) of each shard.
+    wanted: (letter -> its range, shard without L) of each shard.
   """
-  rows, columns = part.axes[0], part.axes[1] if len(part.axes) > 1 else ""
-  leading = rows[0]
-  per_row = math.prod(sizes[letter] for letter in rows[1:])
-  across = _columns(columns, sizes, [own for own, _ in wanted])
-  block_columns = part.along(across[0] * across[2], across[1] * across[2], axis == 1)
-  letters = rows + columns
-  order = [letters.index(letter) for letter in part.letters]
-  row_bytes = stored.size // stored.shape[0] * per_row
-  for first, stop in _merged([own[leading] for own, _ in wanted], sizes[leading]):
-    for piece in pieces(first, stop, row_bytes, PIECE_BYTES):
-      block_rows = part.along(piece.start * per_row, piece.stop * per_row, axis == 0)
-      block = stored.block(
-        reader,
-        slice(block_rows.start, block_rows.stop),
-        slice(block_columns.start, block_columns.stop),
-      )[:: block_rows.step, :: block_columns.step]
-      shape = [piece.stop - piece.start, *(sizes[letter] for letter in rows[1:])]
-      if columns:
-        shape += [across[1] - across[0], *(sizes[letter] for letter in columns[1:])]
-      block = block.reshape(shape)
-      starts = {leading: piece.start, **({columns[0]: across[0]} if columns else {})}
-      for own, target in wanted:
-        _copy(block, letters, starts, order, own, target)
+  each = [name_maps.size_of(axis[1:], sizes) for axis in part.axes]
+  needed = []  # of the first letter of each axis; shards of one parameter have the same or others
+  for axis in part.axes:
+    ranges = {
+      (first, min(stop, sizes[axis[0]])) for first, stop in (own[axis[0]] for own, _ in wanted)
+    }
+    needed.append(sorted(one for one in ranges if one[0] < one[1]))
+  if not all(needed):  # the padding of the vocabulary
+    return
+  across = [(ranges[0][0], max(stop for _, stop in ranges)) for ranges in needed[1:]]
+  row_bytes = stored.size // stored.shape[0] * each[0]
+  for piece in (x for rows in needed[0] for x in pieces(*rows, row_bytes, PIECE_BYTES)):
+    spans = [(piece.start, piece.stop), *across]
+    there = [
+      part.along(axis, first * count, stop * count)
+      for axis, ((first, stop), count) in enumerate(zip(spans, each, strict=True))
+    ]
+    rows, columns = (slice(x.start, x.stop) for x in (*there, slice(0, 1))[:2])
+    block = stored.block(reader, rows, columns)[tuple(slice(None, None, x.step) for x in there)]
+    starts, shape = {}, []
+    for axis, (first, stop) in zip(part.axes, spans, strict=True):
+      starts[axis[0]] = first
+      shape += [stop - first, *(sizes[letter] for letter in axis[1:])]
+    for own, target in wanted:
+      _copy(block.reshape(shape), "".join(part.axes), starts, part.letters, own, target)
 
 
 def _copy(
   block: np.ndarray,
   letters: str,
   starts: Mapping[str, int],
-  order: Sequence[int],
-  own: Mapping[str, tuple[int, int]],
+  order: str,
+  own: Mapping[str, Range],
   target: np.ndarray,
 ) -> None:
   """Copies what a shard has of a block.
@@ -551,8 +504,8 @@ def _copy(
     block: its dims are `letters`.
     letters: of the block.
     starts: letter -> index of the block's first element in the tensor; 0 where it has none.
-    order: of the block's dims in the shard.
-    own: letter -> first and stop of the shard.
+    order: letters of the shard.
+    own: letter -> range of the shard.
     target: the shard.
   """
   taken, put = {}, {}
@@ -563,30 +516,5 @@ def _copy(
       return
     taken[letter] = slice(first - start, stop - start)
     put[letter] = slice(first - own[letter][0], stop - own[letter][0])
-  piece = block[tuple(taken[letter] for letter in letters)].transpose(order)
-  target[tuple(put[letters[position]] for position in order)] = piece
-
-
-def _columns(
-  columns: str, sizes: Mapping[str, int], owns: Iterable[Mapping[str, tuple[int, int]]]
-) -> tuple[int, int, int]:
-  """Returns (first, stop, elements of each) of the columns' leading letter that shards need."""
-  if not columns:
-    return 0, 1, 1
-  ranges = [own[columns[0]] for own in owns]
-  each = math.prod(sizes[letter] for letter in columns[1:])
-  stop = min(max(stop for _, stop in ranges), sizes[columns[0]])
-  return min(min(first for first, _ in ranges), stop), stop, each
-
-
-def _merged(ranges: Iterable[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-  """Returns ranges below `size`, those that overlap or touch as one."""
-  found: list[tuple[int, int]] = []
-  for first, stop in sorted((first, min(stop, size)) for first, stop in ranges):
-    if first >= stop:
-      continue
-    if found and first <= found[-1][1]:
-      found[-1] = found[-1][0], max(stop, found[-1][1])
-    else:
-      found.append((first, stop))
-  return found
+  piece = block[tuple(taken[letter] for letter in letters)]
+  target[tuple(put[x] for x in order)] = piece.transpose([letters.index(x) for x in order])

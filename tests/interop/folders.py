@@ -86,11 +86,11 @@ def read_with_numpy(name: str) -> dict[str, np.ndarray]:
     model_spec(job.config), described(name).model_type
   ).items():
     for part in tensor.parts:
-      ends = [np.prod([sizes[letter] for letter in axis], dtype=int) for axis in part.axes]
       one = stored[tensor_name].astype(np.float64)
       one = one if part.matrix is None else one[part.matrix]
-      there = part.start + part.step * np.arange(ends[tensor.axis])
-      one = np.take(one, there, axis=tensor.axis)
+      for axis, letters in enumerate(part.axes):
+        size = np.prod([sizes[letter] for letter in letters], dtype=int)
+        one = np.take(one, part.origin[axis] + part.strides[axis] * np.arange(size), axis=axis)
       order = "".join(part.axes)
       one = one.reshape([sizes[letter] for letter in order])
       one = one.transpose([order.index(letter) for letter in part.letters])

@@ -112,4 +112,4 @@ def test_a_table_row_is_all_that_a_new_family_needs():
   finally:
     del FAMILIES["test"]
   one = found["model.layers.1.self_attn.kv.weight"]
-  assert (one.shape, [part.start for part in one.parts]) == ((16, 16), [0, 8])
+  assert (one.shape, [part.origin for part in one.parts]) == ((16, 16), [(0, 0), (8, 0)])
