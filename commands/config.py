@@ -21,7 +21,7 @@ from configs.keys import table
 from configs.schema import finalize, model_checks, recipes, validate
 from partitioning.mesh_sizes import resolve_sizes
 from planning import topology
-from runtime import chips, devices, exit_codes
+from runtime import devices, exit_codes
 from runtime.printable import printable
 
 _COLUMN = 44  # where units and origins begin
@@ -82,7 +82,7 @@ def target(config: ConfigDict) -> tuple[str, Mapping[str, int], float]:
   slices = {axis: size for axis, size in config.mesh_dcn.items() if size != 1}
   if flags.TOPOLOGY.value is not None:
     count = there.devices * math.prod(slices.values())
-    return there.platform, resolve_sizes(mesh, count, slices), chips.compute_capability(there.chip)
+    return there.platform, resolve_sizes(mesh, count, slices), there.chip.compute_capability
   if devices.simulates(flags.SIMULATE.value):
     return "cpu", resolve_sizes(mesh, None, slices), 0.0
   [found] = devices.start(mesh, slices=[slices])

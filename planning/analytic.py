@@ -16,7 +16,7 @@ from planning.interconnect import Places, Wire
 from planning.roofline import Work, matmul_seconds
 from planning.step_facts import StepFacts
 from planning.step_time import FROM_HOST, TO_HOST, HostTraffic, Sent, Times
-from runtime.chips import Chip, Rates, compute_capability
+from runtime.chips import Chip, Rates
 
 Operations = Sequence[tuple[Work, int, bool]]
 
@@ -72,7 +72,7 @@ def matmul_share(chip: Chip, *, alone: bool) -> float:
   A GPU that is alone reaches what large matmuls do, as was measured on an H100 (docs/plan.md); one
   before Hopper was not measured.
   """
-  return chip.matmul if alone and compute_capability(chip) >= 9 else chip.formula or chip.matmul
+  return chip.matmul if alone and chip.compute_capability >= 9 else chip.formula or chip.matmul
 
 
 def counted(

@@ -24,7 +24,7 @@ from partitioning.rules import HOST
 from planning.interconnect import Places, in_order
 from planning.topology import Topology, of_devices, parse, require_devices, with_slices
 from runtime import devices
-from runtime.chips import Rates, compute_capability, overridden
+from runtime.chips import Rates, overridden
 from training import setup
 
 # The compiler's message about a program that is too large: all of it, or without its arguments. The
@@ -233,7 +233,7 @@ def prepare(config: ConfigDict, topology: Topology, here: Here) -> setup.Job:
   slices = math.prod(over.values())
   found = start(topology, slices, here)
   sizes = resolve_sizes(config.mesh, len(found), over)
-  capability = compute_capability(topology.chip)
+  capability = topology.chip.compute_capability
   config, choices = finalize.with_choices(config, topology.platform, sizes, capability)
   validate.check(config, sizes)
   model_checks.check_attention_device(config.training, topology.platform, capability)

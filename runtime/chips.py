@@ -9,7 +9,7 @@ chips. TPU names are from JAX's `mesh_utils`, GPU names as the driver reports th
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from etils import epy
@@ -54,6 +54,7 @@ class Chip:
     attention_source: of `attention`.
     memory: share of `hbm_bandwidth` that elementwise passes reach.
     memory_source: of `memory`.
+    capability: the compute capability of NVIDIA's GPUs (developer.nvidia.com/cuda-gpus); else 0.
   """
 
   name: str
@@ -81,11 +82,17 @@ class Chip:
   attention_source: str = "none published; as other matmuls"
   memory: float = 0.8
   memory_source: str = "none published"
+  capability: str = "0"
 
   @property
   def eight_bit_flops(self) -> float:
     """Returns the operations per second of 8-bit matmuls: at least those of bfloat16."""
     return max(self.flops, self.int8_flops, self.float8_flops)
+
+  @property
+  def compute_capability(self) -> float:
+    """Returns the compute capability of a GPU, such as 9.0; 0 of other chips."""
+    return float(self.capability)
 
 
 SOURCES = (
@@ -109,30 +116,75 @@ SOURCES = (
 # Sheets say GB; what a TPU's compiler and a GPU's driver find is as many GiB, or nearly: libtpu's
 # messages of v4, v5e and v6e have 30.75, 15.75 and 31.25.
 GIB = 2.0**30
-PCIE3, PCIE4, PCIE5 = 16e9, 32e9, 64e9  # bytes per second each way, 16 lanes
-# "Typically around", and Trillium's: [2], chapter on TPUs, below the table of interconnects.
-TPU_PCIE, V6E_PCIE = 15e9, 32e9
 
-
-def _tpu(name: str, kinds: tuple[str, ...], torus: int, *numbers: float, int8: float) -> Chip:
-  """Returns a TPU whose chip is one device; the numbers are in the order of the fields."""
-  more = {
-    "source": "[1], [2]",
-    "flops_source": "[1], of int8 [1], [2]",
-    "int8_flops": int8,
-    "host_bandwidth": V6E_PCIE if name == "v6e" else TPU_PCIE,
-  }
-  return Chip(name, *numbers, kinds, torus=torus, wraps=4 if torus == 3 else 16, **more)
-
-
-def _over_pcie(
-  name: str, kind: str, hbm_bytes: float, hbm_bandwidth: float, link: float, flops: float, peak: str
-) -> Chip:
-  """Returns a card; a bridge, where there is one, joins only two of them and is left out."""
-  numbers = (hbm_bytes, hbm_bandwidth, link, min(link, 25e9), flops)
-  more = {"source": "[3]; over PCIe", "flops_source": peak, "host_bandwidth": link}
-  return Chip(name, *numbers, (kind,), network="PCIe", **more)
-
+# name | GiB of memory | its TB/s | GB/s of links, beyond the slice or machine, and to the host |
+# TFLOP/s of bfloat16 | compute capability | names that JAX reports | source of TFLOP/s (sparse/2:
+# the sheet has that of sparse matrices, half of which it is).
+# The host is at the other end of PCIe 3, 4 or 5: 16, 32 or 64 GB/s each way. TPUs have "typically
+# around" 15, Trillium 32: [2], chapter on TPUs, below the table of interconnects.
+_TPUS = """
+v4  | 30.75 | 1.2  | 90  6.25  15 | 275 | 0 | tpu v4               | [1], of int8 [1], [2]
+v5e | 15.75 | 0.82 | 90  3.125 15 | 197 | 0 | tpu v5 lite, tpu v5e | [1], of int8 [1], [2]
+v5p | 95    | 2.77 | 180 6.25  15 | 459 | 0 | tpu v5, tpu v5p      | [1], of int8 [1], [2]
+v6e | 31.25 | 1.64 | 180 12.5  32 | 918 | 0 | tpu v6 lite, tpu v6e | [1], of int8 [1], [2]
+"""
+_TPU7X = "tpu7x | 96 | 3.7 | 100 6.25 15 | 1153.5 | 0 | tpu7x | [1], a chip is two JAX devices"
+_CPU = "cpu | 0 | 0.02 | 4 1 20 | 0.1 | 0 | | a guess at two cores, which the devices share"
+_NVLINK = """
+a100      | 80   | 2.039 | 300 25 32  | 312   | 8  | nvidia a100-sxm4-80gb | [3] A100
+a100-40gb | 39.6 | 1.555 | 300 25 32  | 312   | 8  | nvidia a100-sxm4-40gb | [3] A100
+h100      | 80   | 3.35  | 450 50 64  | 989.5 | 9  | nvidia h100 80gb hbm3 | [3] H100 SXM, sparse/2
+h200      | 140  | 4.8   | 450 50 64  | 989.5 | 9  | nvidia h200           | [3] H200 SXM, sparse/2
+h200-nvl  | 140  | 4.8   | 450 50 64  | 835.5 | 9  | nvidia h200 nvl       | [3] H200 NVL, sparse/2
+b200      | 179  | 8.0   | 900 50 64  | 2250  | 10 | nvidia b200         | [3] B200, sparse/2
+gb200     | 185  | 8.0   | 900 50 225 | 2500  | 10 | nvidia gb200        | [3] GB200, sparse/2
+v100      | 15.8 | 0.9   | 150 6.25 16 | 15.7 | 7 | tesla v100-sxm2-16gb | [3] V100 SXM2, of float32
+v100-32gb | 31.7 | 0.9   | 150 6.25 16 | 15.7 | 7 | tesla v100-sxm2-32gb | [3] V100 SXM2, of float32
+"""
+# One per machine; JAX's name counts the processor's memory, too.
+_GH200 = """
+gh200       | 95.6 | 4.0 | 450 50 450 | 989.5 | 9 | nvidia gh200 480gb, nvidia gh200 120gb | [3]
+gh200-144gb | 143  | 4.9 | 450 50 450 | 989.5 | 9 | nvidia gh200 144g hbm3e | [3]
+"""
+# A bridge, where there is one, joins only two of these cards and is left out.
+_PCIE = """
+a100-pcie      | 80   | 1.935 | 32 25 32 | 312   | 8   | nvidia a100 80gb pcie | [3] A100
+a100-pcie-40gb | 39.6 | 1.555 | 32 25 32 | 312   | 8   | nvidia a100-pcie-40gb | [3] A100
+h100-pcie      | 80   | 2.0   | 64 25 64 | 756.5 | 9   | nvidia h100 pcie      | [3] PCIe, sparse/2
+h100-nvl       | 93.6 | 3.9   | 64 25 64 | 835.5 | 9   | nvidia h100 nvl       | [3] NVL, sparse/2
+l4             | 22.5 | 0.3   | 32 25 32 | 121   | 8.9 | nvidia l4             | [3] L4, sparse/2
+l40s           | 44.9 | 0.864 | 32 25 32 | 362   | 8.9 | nvidia l40s           | [3] L40S
+a10            | 22.5 | 0.6   | 32 25 32 | 125   | 8.6 | nvidia a10            | [3] A10
+a10g           | 22.1 | 0.6   | 32 25 32 | 70    | 8.6 | nvidia a10g           | [3] A10G, of AWS
+t4             | 14.7 | 0.32  | 16 16 16 | 8.1   | 7.5 | tesla t4              | [3] T4, of float32
+rtx3080        | 9.78 | 0.760 | 32 25 32 | 59.5  | 8.6 | nvidia geforce rtx 3080        | [12]
+rtx3090        | 23.7 | 0.936 | 32 25 32 | 71    | 8.6 | nvidia geforce rtx 3090        | [12]
+rtx3090ti      | 23.7 | 1.008 | 32 25 32 | 80    | 8.6 | nvidia geforce rtx 3090 ti     | [12]
+rtx4080        | 15.7 | 0.717 | 32 25 32 | 97.5  | 8.9 | nvidia geforce rtx 4080        | [12]
+rtx4090        | 23.6 | 1.008 | 32 25 32 | 165.2 | 8.9 | nvidia geforce rtx 4090        | [12]
+rtx5080        | 15.5 | 0.960 | 64 25 64 | 112.6 | 12  | nvidia geforce rtx 5080        | [12]
+rtx5090        | 31.4 | 1.792 | 64 25 64 | 209.5 | 12  | nvidia geforce rtx 5090        | [12]
+a6000          | 47.5 | 0.768 | 32 25 32 | 154.8 | 8.6 | nvidia rtx a6000               | [12]
+a40            | 44.4 | 0.696 | 32 25 32 | 149.7 | 8.6 | nvidia a40                     | [12]
+6000-ada       | 47.5 | 0.960 | 32 25 32 | 364.2 | 8.9 | nvidia rtx 6000 ada generation | [12]
+"""
+_AMD = """
+mi300x | 192 | 5.3 | 448 50 64 | 1307.4 | 0 | amd instinct mi300x | [13] MI300X
+mi325x | 256 | 6.0 | 448 50 64 | 1307.4 | 0 | amd instinct mi325x | [13] MI325X
+"""
+# Chip -> fields in which it differs from what is common to its table.
+_OWN: dict[str, dict[str, Any]] = {
+  "v4": {"torus": 3, "wraps": 4, "int8_flops": 275e12},
+  "v5e": {"int8_flops": 394e12},
+  "v5p": {"torus": 3, "wraps": 4, "int8_flops": 918e12},
+  "v6e": {"int8_flops": 1836e12},
+  "h100": {"source": "[2], [3]"},
+  "h200-nvl": {"machine": 4, "source": "[3]; bridges join four of them"},
+  "b200": {"source": "[2], [3]"},
+  "gb200": {"machine": 72, "source": "[3], of NVL72; two devices share a processor's link"},
+  "v100": {"source": "[3], of a DGX-1"},
+  "v100-32gb": {"source": "[3], of a DGX-1"},
+}
 
 # Chip -> share of its peak that bfloat16 matmuls reach, and where it was measured.
 _V5E = "[4]: XLA's matmul of 8192 x 8192 x 8192 on v5e, 181.8 of 197 TFLOP/s"
@@ -169,179 +221,60 @@ _FORMULA = {
   **{"v5e": 0.891, "v5p": 0.845, "v6e": 0.79, "tpu7x": 0.762},
   **{"a100": 0.731, "a100-40gb": 0.795, "h100": 0.576},
 }
-_CHIPS = (
-  _tpu("v4", ("tpu v4",), 3, 30.75 * GIB, 1.2e12, 90e9, 6.25e9, 275e12, int8=275e12),
-  _tpu(
-    *("v5e", ("tpu v5 lite", "tpu v5e"), 2, 15.75 * GIB, 0.82e12, 90e9, 25e9 / 8, 197e12),
-    int8=394e12,
-  ),
-  _tpu(*("v5p", ("tpu v5", "tpu v5p"), 3, 95 * GIB, 2.77e12, 180e9, 50e9 / 8, 459e12), int8=918e12),
-  _tpu(
-    *("v6e", ("tpu v6 lite", "tpu v6e"), 2, 31.25 * GIB, 1.64e12, 180e9, 100e9 / 8, 918e12),
-    int8=1836e12,
-  ),
-  Chip(
-    *("tpu7x", 96 * GIB, 7.4e12 / 2, 200e9 / 2, 100e9 / 8 / 2, 2307e12 / 2, ("tpu7x",)),
-    torus=3,
-    devices_per_chip=2,
-    wraps=4,
-    source="[1]; a chip is two devices, which halves each number",
-    host_bandwidth=TPU_PCIE,
-    flops_source="[1], a chip is two JAX devices",
-    float8_flops=4614e12 / 2,
-  ),
-  Chip(
-    *("cpu", 0.0, 20e9, 4e9, 1e9, 100e9),
-    latency=2e-4,
-    machine=2**20,
-    network="memory",
-    host_bandwidth=20e9,
-    source="a guess at two cores, which the devices share",
-    flops_source="a guess at two cores, which the devices share",
-  ),
-  Chip(
-    *("a100", 80 * GIB, 2.039e12, 300e9, 25e9, 312e12, ("nvidia a100-sxm4-80gb",)),
-    flops_source="[3] A100",
-    host_bandwidth=PCIE4,
-  ),
-  Chip(
-    *("a100-40gb", 39.6 * GIB, 1.555e12, 300e9, 25e9, 312e12, ("nvidia a100-sxm4-40gb",)),
-    flops_source="[3] A100",
-    host_bandwidth=PCIE4,
-  ),
-  _over_pcie(
-    *("a100-pcie", "nvidia a100 80gb pcie", 80 * GIB, 1.935e12, PCIE4, 312e12, "[3] A100")
-  ),
-  _over_pcie(
-    *("a100-pcie-40gb", "nvidia a100-pcie-40gb", 39.6 * GIB, 1.555e12, PCIE4, 312e12, "[3] A100")
-  ),
-  Chip(
-    *("h100", 80 * GIB, 3.35e12, 450e9, 50e9, 1979e12 / 2, ("nvidia h100 80gb hbm3",)),
-    source="[2], [3]",
-    flops_source="[3] H100 SXM, half of sparse",
-  ),
-  _over_pcie(
-    *("h100-pcie", "nvidia h100 pcie", 80 * GIB, 2.0e12, PCIE5, 1513e12 / 2),
-    "[3] H100 PCIe, half of sparse",
-  ),
-  _over_pcie(
-    *("h100-nvl", "nvidia h100 nvl", 93.6 * GIB, 3.9e12, PCIE5, 1671e12 / 2),
-    "[3] H100 NVL, half of sparse",
-  ),
-  Chip(
-    *("h200", 140 * GIB, 4.8e12, 450e9, 50e9, 1979e12 / 2, ("nvidia h200",)),
-    flops_source="[3] H200 SXM, half of sparse",
-  ),
-  Chip(
-    *("h200-nvl", 140 * GIB, 4.8e12, 450e9, 50e9, 1671e12 / 2, ("nvidia h200 nvl",)),
-    machine=4,
-    source="[3]; bridges join four of them",
-    flops_source="[3] H200 NVL, half of sparse",
-  ),
-  Chip(
-    *("gh200", 95.6 * GIB, 4.0e12, 450e9, 50e9, 1979e12 / 2),
-    ("nvidia gh200 480gb", "nvidia gh200 120gb"),
-    machine=1,
-    source="[3]; one per machine",
-    host_bandwidth=450e9,
-    flops_source="[3] GH200 with 96 GB of HBM3 (the name counts the processor's memory), half of "
-    "sparse",
-  ),
-  Chip(
-    *("gh200-144gb", 143 * GIB, 4.9e12, 450e9, 50e9, 1979e12 / 2, ("nvidia gh200 144g hbm3e",)),
-    machine=1,
-    source="[3]; one per machine",
-    host_bandwidth=450e9,
-    flops_source="[3] GH200, half of sparse",
-  ),
-  Chip(
-    *("b200", 179 * GIB, 8.0e12, 900e9, 50e9, 2250e12, ("nvidia b200",)),
-    source="[2], [3]",
-    flops_source="[3] HGX B200, half of sparse",
-  ),
-  Chip(
-    *("gb200", 185 * GIB, 8.0e12, 900e9, 50e9, 2500e12, ("nvidia gb200",)),
-    machine=72,
-    source="[3], of NVL72; two devices share a processor's link",
-    host_bandwidth=225e9,
-    flops_source="[3] GB200 NVL72, half of sparse",
-  ),
-  _over_pcie(*("l4", "nvidia l4", 22.5 * GIB, 0.3e12, PCIE4, 242e12 / 2, "[3] L4, half of sparse")),
-  _over_pcie("l40s", "nvidia l40s", 44.9 * GIB, 0.864e12, PCIE4, 362e12, "[3] L40S"),
-  _over_pcie("a10", "nvidia a10", 22.5 * GIB, 0.6e12, PCIE4, 125e12, "[3] A10"),
-  _over_pcie("a10g", "nvidia a10g", 22.1 * GIB, 0.6e12, PCIE4, 70e12, "[3] A10G, of AWS"),
-  *(
-    _over_pcie(name, f"nvidia {kind}", gib * GIB, bandwidth, link, flops, f"[12] {kind}")
-    for name, kind, gib, bandwidth, link, flops in (
-      ("rtx3080", "geforce rtx 3080", 9.78, 0.760e12, PCIE4, 59.5e12),
-      ("rtx3090", "geforce rtx 3090", 23.7, 0.936e12, PCIE4, 71e12),
-      ("rtx3090ti", "geforce rtx 3090 ti", 23.7, 1.008e12, PCIE4, 80e12),
-      ("rtx4080", "geforce rtx 4080", 15.7, 0.717e12, PCIE4, 97.5e12),
-      ("rtx4090", "geforce rtx 4090", 23.6, 1.008e12, PCIE4, 165.2e12),
-      ("rtx5080", "geforce rtx 5080", 15.5, 0.960e12, PCIE5, 112.6e12),
-      ("rtx5090", "geforce rtx 5090", 31.4, 1.792e12, PCIE5, 209.5e12),
-      ("a6000", "rtx a6000", 47.5, 0.768e12, PCIE4, 154.8e12),
-      ("a40", "a40", 44.4, 0.696e12, PCIE4, 149.7e12),
-      ("6000-ada", "rtx 6000 ada generation", 47.5, 0.960e12, PCIE4, 364.2e12),
-    )
-  ),
-  # Before Ampere matmuls of bfloat16 have no tensor cores: theirs are those of float32.
-  _over_pcie(*("t4", "tesla t4", 14.7 * GIB, 0.32e12, PCIE3, 8.1e12, "[3] T4, of float32")),
-  *(
-    Chip(
-      *(name, gib * GIB, 0.9e12, 150e9, 6.25e9, 15.7e12, (f"tesla v100-sxm2-{size}gb",)),
-      source="[3], of a DGX-1",
-      flops_source="[3] V100 SXM2, of float32",
-      host_bandwidth=PCIE3,
-    )
-    for name, gib, size in (("v100", 15.8, 16), ("v100-32gb", 31.7, 32))
-  ),
-  *(
-    Chip(
-      *(name, gib * GIB, bandwidth, 448e9, 50e9, 1307.4e12, (f"amd instinct {name}",)),
-      network="Infinity Fabric",
-      source="[13]; seven links of 64 GB/s each way",
-      flops_source=f"[13] {name.upper()}",
-    )
-    for name, gib, bandwidth in (("mi300x", 192, 5.3e12), ("mi325x", 256, 6.0e12))
-  ),
-)
-# Ada, Hopper and Blackwell multiply float8 at twice the rate of bfloat16, by the same sheets; XLA
-# has no such path for int8.
-_WITH_FLOAT8 = re.compile("h100|h200|gh200|b200|gb200|l4|rtx40|rtx50|6000-ada")
-
-# Compute capability of NVIDIA's GPUs by architecture: developer.nvidia.com/cuda-gpus.
-_CAPABILITIES = (
-  ("v100", 7.0),
-  ("t4", 7.5),
-  ("a100", 8.0),
-  ("a10|a40|a6000|rtx30", 8.6),
-  ("l4|rtx40|6000-ada", 8.9),
-  ("h100|h200|gh200", 9.0),
-  ("b200|gb200", 10.0),
-  ("rtx50", 12.0),
-)
 
 
-def compute_capability(chip: Chip) -> float:
-  """Returns the compute capability of a GPU, such as 9.0; 0 of other chips."""
-  return next((found for names, found in _CAPABILITIES if re.match(names, chip.name)), 0.0)
+def _chips(table: str, **common: Any) -> Iterator[Chip]:
+  """Yields the chips of a table above, with what is common to them and what further tables have."""
+  for line in table.strip().splitlines():
+    name, gib, rate, links, teraflops, capability, kinds, peak = map(str.strip, line.split("|"))
+    link, slow, host = (float(f"{one}e9") for one in links.split())
+    flops = float(f"{teraflops}e12")
+    fields = {
+      "hbm_bytes": float(gib) * GIB,
+      "hbm_bandwidth": float(f"{rate}e12"),
+      "link_bandwidth": link,
+      "slow_bandwidth": slow,
+      "host_bandwidth": host,
+      "flops": flops,
+      "capability": capability,
+      "device_kinds": tuple(filter(None, map(str.strip, kinds.split(",")))),
+      "flops_source": peak,
+      # Ada, Hopper and Blackwell multiply float8 at twice the rate of bfloat16, by the same sheets;
+      # XLA has no such path for int8.
+      "float8_flops": 2 * flops if float(capability) >= 8.9 else 0.0,
+      "formula": _FORMULA.get(name, 0.0),
+    }
+    for share, known in (("matmul", _MATMUL), ("attention", _ATTENTION), ("memory", _MEMORY)):
+      if name in known:
+        fields[share], fields[f"{share}_source"] = known[name]
+    yield Chip(name, **{**fields, **common, **_OWN.get(name, {})})
 
 
-def _completed(chip: Chip) -> Chip:
-  """Returns a chip of the table above with what further tables have of it."""
-  more: dict[str, Any] = {}
-  if _WITH_FLOAT8.match(chip.name):
-    more["float8_flops"] = 2 * chip.flops
-  more["formula"] = _FORMULA.get(chip.name, 0.0)
-  tables = {"matmul": _MATMUL, "attention": _ATTENTION, "memory": _MEMORY}
-  for share, table in tables.items():
-    if chip.name in table:
-      more[share], more[f"{share}_source"] = table[chip.name]
-  return dataclasses.replace(chip, **more)
-
-
-CHIPS = {chip.name: _completed(chip) for chip in _CHIPS}
+CHIPS = {
+  chip.name: chip
+  for chip in (
+    *_chips(_TPUS, torus=2, wraps=16, source="[1], [2]"),
+    *_chips(
+      _TPU7X,
+      torus=3,
+      wraps=4,
+      devices_per_chip=2,
+      float8_flops=2307e12,
+      source="[1]; a chip is two devices, which halves each number",
+    ),
+    *_chips(
+      _CPU,
+      latency=2e-4,
+      machine=2**20,
+      network="memory",
+      source="a guess at two cores, which the devices share",
+    ),
+    *_chips(_NVLINK),
+    *_chips(_GH200, machine=1, source="[3]; one per machine", flops_source="[3] GH200, sparse/2"),
+    *_chips(_PCIE, network="PCIe", source="[3]; over PCIe"),
+    *_chips(_AMD, network="Infinity Fabric", source="[13]; seven links of 64 GB/s each way"),
+  )
+}
 _BY_KIND = {kind: chip for chip in CHIPS.values() for kind in chip.device_kinds}
 
 

@@ -77,7 +77,7 @@ def test_the_page_needs_nothing_else_and_says_what_the_report_says(tmp_path, cap
     assert one["axis"] in page
   assert page.count('class="grid"') > 3  # the mesh, and arrays that are sharded differently
   assert "planning.constants" in page
-  assert '<td class="rule">[3] H100 SXM, half of sparse</td>' in page  # where the peak is from
+  assert '<td class="rule">[3] H100 SXM, sparse/2</td>' in page  # where the peak is from
   assert "Sources: [1] the Cloud TPU system pages" in page
 
 

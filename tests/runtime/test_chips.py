@@ -130,4 +130,4 @@ def test_what_there_is_not_is_refused(text, said):
   ],
 )
 def test_gpus_have_a_compute_capability(name, capability):
-  assert chips.compute_capability(chips.CHIPS[name]) == capability
+  assert chips.CHIPS[name].compute_capability == capability
