@@ -1,7 +1,6 @@
 """The listening sockets of process 0: at the coordinator's address, with a backlog for all."""
 
 import contextlib
-import errno
 import ipaddress
 import os
 import resource
@@ -14,7 +13,7 @@ from runtime.printable import printable
 # JAX's variable for the address at which its coordination service listens, by default everywhere.
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
 BACKLOG = 4096
-_SPARE_FILES = 64  # open files in addition to one for each process
+_OTHER_FILES = 256  # open files in addition to one for each process
 
 
 def split(address: str) -> tuple[str, int]:
@@ -129,30 +128,14 @@ def holder(port: int) -> str:
 def room_for(connections: int) -> str:
   """Raises the limit of open files as needed; returns why it cannot, or ""."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  needed = connections + _open_files() + _SPARE_FILES
-  if soft == resource.RLIM_INFINITY or needed <= soft:
-    return ""
-  if hard != resource.RLIM_INFINITY and needed > hard:
-    return (
-      f"process 0 needs {needed} open files for {connections} connections, and its hard limit is "
-      f"{hard} (RLIMIT_NOFILE); raise it (`ulimit -Hn`, LimitNOFILE= of a service), or start fewer "
-      f"processes"
-    )
-  try:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-  except (OSError, ValueError) as error:
-    return f"process 0 needs {needed} open files, may have {soft}, and cannot raise this: {error}"
+  needed = connections + _OTHER_FILES
+  if soft != resource.RLIM_INFINITY and needed > soft:
+    try:
+      resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    except (OSError, ValueError):
+      return (
+        f"process 0 needs {needed} open files for {connections} connections, and its hard limit is "
+        f"{hard} (RLIMIT_NOFILE); raise it (`ulimit -Hn`, LimitNOFILE= of a service), or start "
+        f"fewer processes"
+      )
   return ""
-
-
-def _open_files() -> int:
-  try:
-    return len(os.listdir("/proc/self/fd"))
-  except OSError:  # not on this system
-    return 256
-
-
-def out_of_files(error: object) -> bool:
-  """Returns whether an error says that no more files can be opened."""
-  numbers = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-  return isinstance(error, OSError) and error.errno in numbers

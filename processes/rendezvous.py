@@ -2,17 +2,15 @@
 
 `jax.distributed.initialize` waits for all processes, and if one is missing ends every process by
 SIGABRT without naming it (jax#22436). So process 0 first listens on the port that JAX's
-coordination service will use, and the others report there. A conversation is three lines, each
-`SIGNATURE JSON`, signed with the token of the run (processes/tokens.py):
+coordination service will use, and the others report there. A conversation is two lines, each
+`SIGNATURE JSON`, signed with the token of the run (processes/tokens.py): the other says who it is;
+process 0 answers once all have arrived, or with an error. An answer is signed together with the
+line that it answers.
 
-- process 0 greets with a nonce, so the other knows that both have the same token,
-- the other identifies itself, with its own nonce,
-- process 0 replies once all have arrived, or with an error.
-
-A signature covers the purpose and the nonces, so no line can be replayed. A process that dies while
-it waits counts as missing again. No connection can end the wait or block it for the others: each
-has its own deadline to identify itself and a limit on what it may send, and is dropped and counted
-if its message is not signed. The size of a reply does not grow with the number of processes.
+A process that dies while it waits counts as missing again. No connection can end the wait or block
+it for the others: each has a time in which to say who it is and a limit on what it may send, and is
+dropped and counted if its line is not signed. The size of an answer does not grow with the number
+of processes.
 """
 
 import asyncio
@@ -24,16 +22,16 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from processes import listening, tokens
-from runtime import exit_codes
+from runtime import exit_codes, files
 from runtime.printable import printable
 
 FIRST_NOTICE_SECONDS = 5.0
-GREETING, HELLO, ANSWER = "greeting", "hello", "answer"
-_HELLO = {"index": int, "count": int, "host": str, "pid": int, "refused": str, "nonce": str}
+HELLO, ANSWER = "hello", "answer"
+_HELLO = {"index": int, "count": int, "host": str, "pid": int, "refused": str}
 _ANSWER = {"error": str, "kind": str, "count": int, "run": str}
 # Kinds of answers; "" if all processes have arrived.
 MISSING, COUNTS, TWICE, REFUSED, FULL = "missing", "counts", "twice", "refused", "full"
@@ -93,7 +91,7 @@ def call(
   if index == 0:
     key, answer = _take(address, hello, token, wait)
   else:
-    key, answer = _Caller(address, hello, token, wait).answer()
+    key, answer = _report(address, hello, token, wait)
   if not answer["error"]:
     return tokens.sign(key, "run", answer["run"]).encode()
   text, kind = printable(answer["error"]), answer["kind"]
@@ -121,13 +119,17 @@ class _Wait:
     due = min(self._began + self._notice_after, self.deadline)
     return max(0.05, due - time.monotonic())
 
-  def say(self, what: Callable[[], str]) -> None:
+  def is_due(self) -> bool:
+    """Returns whether a notice is due."""
+    return time.monotonic() - self._began >= self._notice_after
+
+  def say(self, what: str) -> None:
     """Prints, if a notice is due, what is waited for, and for how long so far and at most."""
-    waited = time.monotonic() - self._began
-    if waited >= self._notice_after:
+    if self.is_due():
       self._notice_after *= 2
+      waited = time.monotonic() - self._began
       limit = f"processes.start_timeout_seconds={self.seconds:g}"
-      print(f"{what()}, for {waited:.0f} s so far, of {limit}", file=sys.stderr, flush=True)
+      print(f"{what}, for {waited:.0f} s so far, of {limit}", file=sys.stderr, flush=True)
 
 
 # ------------------------------ process 0 ------------------------------
@@ -137,9 +139,9 @@ HELLO_SECONDS = 10.0
 _LATE_SECONDS = 3.0
 _OWN_ERROR_SECONDS = 10.0
 _CLOSE_SECONDS = 5.0
-_MOST_STRANGERS = 4096  # connections that have not identified themselves yet
 _MOST_NAMED = 16
 _NAMED_HOSTS = 4  # of dropped connections
+_OTHER_TOKEN = "signed with another token"
 
 
 def _take(
@@ -167,87 +169,16 @@ def _take(
       listener.close()
 
 
-class _Connection(asyncio.Protocol):
-  """A connection to process 0; `hello`: its first message, None so far."""
-
-  def __init__(self, roll: "_RollCall"):
-    self._roll, self._received, self.host = roll, b"", "unknown"
-    self.nonce, self.hello, self.answered = secrets.token_hex(16), None, False
-    self.transport: asyncio.Transport | None = None
-    self._timer: asyncio.TimerHandle | None = None
-
-  def connection_made(self, transport: asyncio.Transport) -> None:
-    """Greets whoever has connected."""
-    self.transport = transport
-    if peer := transport.get_extra_info("peername"):
-      self.host = str(peer[0])
-    self._timer = asyncio.get_running_loop().call_later(HELLO_SECONDS, self.drop, "silent")
-    self._roll.strangers[self] = None
-    text = json.dumps({"meshwright": 1, "nonce": self.nonce})
-    transport.write(tokens.line(self._roll.key, GREETING, text))
-    if len(self._roll.strangers) > _MOST_STRANGERS:
-      self._roll.drop_oldest()
-
-  def data_received(self, data: bytes) -> None:
-    """Reads the hello; a process sends nothing else, so more means that it is broken."""
-    if self.hello is not None:
-      self.transport.abort()
-      return
-    self._received += data
-    if len(self._received) > tokens.LINE_BYTES:
-      self.drop("too long")
-    elif self._received.endswith(b"\n"):
-      self._hear()
-
-  def _hear(self) -> None:
-    try:
-      signature, text = tokens.split_line(self._received)
-    except ValueError:
-      return self.drop("unsigned")
-    if not tokens.signed(self._roll.key, signature, HELLO, text, self.nonce):
-      return self.drop("signed with another token")
-    try:
-      hello = _read_object(text, _HELLO)
-      if not 0 < hello["index"] < hello["count"]:
-        raise ValueError(text)
-    except ValueError:
-      return self.drop("malformed")
-    self._timer.cancel()
-    self.hello = hello
-    self._roll.arrived(self)
-    return None
-
-  def drop(self, why: str) -> None:
-    """Closes a connection that is not of this run, and counts it."""
-    self._timer.cancel()
-    self.transport.abort()
-    if self in self._roll.strangers:
-      del self._roll.strangers[self]
-      self._roll.count_dropped(why, self.host)
-
-  def answer(self, answer: Mapping[str, Any]) -> None:
-    """Sends the answer, once."""
-    if not self.answered:
-      self.answered = True
-      nonces = (self.nonce, self.hello["nonce"])
-      self.transport.write(tokens.line(self._roll.key, ANSWER, json.dumps(answer), *nonces))
-
-  def connection_lost(self, error: Exception | None) -> None:
-    """Counts a process that had arrived as missing again."""
-    self.drop("closed before it sent a message")
-    self._roll.left(self)
-
-
 class _RollCall:
   """The processes that have arrived, and their connections: one thread for thousands."""
 
   def __init__(self, address: str, own: dict[str, Any], key: bytes, wait: _Wait, full: str):
     """Has no connections yet; `full`: why this machine cannot have so many, "" if it can."""
-    self.key, self._address, self._count, self._wait = key, address, own["count"], wait
-    self.strangers: dict[_Connection, None] = {}  # the oldest first
-    self._members: dict[_Connection, None] = {}
+    self._key, self._address, self._count, self._wait = key, address, own["count"], wait
+    self._open: dict[asyncio.StreamWriter, asyncio.Task] = {}  # every connection
+    self._members: dict[asyncio.StreamWriter, dict[str, Any]] = {}  # with what they said
     self._there = {0: own}
-    self._notified: set[int] = set()  # indices of processes that know of the error
+    self._answered: dict[asyncio.StreamWriter, int] = {}  # with their indices
     self._dropped: collections.Counter[str] = collections.Counter()  # why -> connections
     self._hosts = collections.defaultdict(set)  # why -> hosts of some of them
     self._deadline = wait.deadline
@@ -260,37 +191,34 @@ class _RollCall:
 
   async def take(self, listeners: Sequence[socket.socket]) -> dict[str, Any]:
     """Returns the answer that was sent to all: `error` ("" for none) and its `kind`."""
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(self._out_of_files)
-    servers = [
-      await loop.create_server(lambda: _Connection(self), sock=one, backlog=listening.BACKLOG)
-      for one in listeners
-    ]
-    try:
-      while len(self._notified if self._error else self._members) < self._count - 1:
-        if time.monotonic() >= self._deadline:
-          break
-        await self._wait_for_change()
-        if not self._error:
-          self._wait.say(self._waiting)
-      if not self._error and len(self._there) < self._count:
-        self._kind, self._error = MISSING, self._missing()
-      for server in servers:
-        server.close()
-      for stranger in self.strangers:
-        stranger.transport.abort()
-      answer = self._answer()
-      for member in self._members:
-        member.answer(answer)
-      # The others close first: the side that closes first keeps the port busy for a while.
-      self._deadline = time.monotonic() + _CLOSE_SECONDS
-      while self._members and time.monotonic() < self._deadline:
-        await self._wait_for_change()
-    finally:
-      for connection in [*self._members, *self.strangers]:
-        connection.transport.abort()
-      await asyncio.sleep(0)  # in which they are closed
-    return answer
+    limits = {"limit": tokens.LINE_BYTES, "backlog": listening.BACKLOG}
+    servers = [await asyncio.start_server(self._serve, sock=one, **limits) for one in listeners]
+    while self._is_waited_for() and time.monotonic() < self._deadline:
+      await self._wait_for_change()
+      if not self._error and self._wait.is_due():
+        self._wait.say(self._waiting())
+    if not self._error and len(self._there) < self._count:
+      self._kind, self._error = MISSING, self._missing()
+    for server in servers:
+      server.close()
+    run = "" if self._error else secrets.token_hex(16)
+    for writer in self._members.keys() - self._answered.keys():
+      self._answer(writer, run)
+    # The others close first: the side that closes first keeps the port busy for a while.
+    self._deadline = time.monotonic() + _CLOSE_SECONDS
+    while self._members and time.monotonic() < self._deadline:
+      await self._wait_for_change()
+    if tasks := [*self._open.values()]:
+      for writer in self._open:
+        writer.transport.abort()
+      await asyncio.wait(tasks)
+    return {"error": self._error, "kind": self._kind, "count": self._count, "run": run}
+
+  def _is_waited_for(self) -> bool:
+    """Returns whether a process is missing, or does not know of the error yet."""
+    if self._error:
+      return len({*self._answered.values()}) < self._count - 1
+    return len(self._members) < self._count - 1
 
   async def _wait_for_change(self) -> None:
     """Waits for a process to come or to leave, a notice that is due, or the deadline."""
@@ -299,54 +227,86 @@ class _RollCall:
       await asyncio.wait_for(self._changed.wait(), seconds)
     self._changed.clear()
 
-  def _out_of_files(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Makes room where no connection can be accepted; other errors are of a single connection."""
-    del loop
-    if listening.out_of_files(context.get("exception")):
-      for _ in range(1 + len(self.strangers) // 2):
-        self.drop_oldest()
+  async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Takes what a connection says, until its end."""
+    self._open[writer] = asyncio.current_task()
+    try:
+      hello, why = await self._hello(reader)
+      if hello is None:
+        self._drop(writer, why)
+        return
+      self._arrive(writer, hello)
+      with contextlib.suppress(OSError, ValueError):
+        await reader.read(1)  # a process says nothing more, so anything means that it is broken
+      self._leave(writer)
+    finally:
+      del self._open[writer]
+      if not writer.is_closing():
+        writer.transport.abort()
 
-  def drop_oldest(self) -> None:
-    """Drops the connection that has been silent for longest."""
-    if self.strangers:
-      next(iter(self.strangers)).drop("crowded out")
+  async def _hello(self, reader: asyncio.StreamReader) -> tuple[dict[str, Any] | None, str]:
+    """Returns what a process of this run says; of other connections None, and what is wrong."""
+    try:
+      line = await asyncio.wait_for(reader.readline(), HELLO_SECONDS)
+      if not line.endswith(b"\n"):
+        return None, "closed before it sent a message"
+    except TimeoutError:
+      return None, "silent"
+    except ValueError:
+      return None, "too long"
+    except OSError:
+      return None, "closed before it sent a message"
+    try:
+      signature, text = tokens.split_line(line)
+    except ValueError:
+      return None, "unsigned"
+    if not tokens.signed(self._key, signature, HELLO, text):
+      return None, _OTHER_TOKEN
+    try:
+      hello = _read_object(text, _HELLO)
+    except ValueError:
+      return None, "malformed"
+    if not 0 < hello["index"] < hello["count"]:
+      return None, "malformed"
+    return {**hello, "text": text}, ""
 
-  def count_dropped(self, why: str, host: str) -> None:
-    """Remembers that a connection was dropped."""
+  def _drop(self, writer: asyncio.StreamWriter, why: str) -> None:
+    """Counts a connection that is not of this run, and remembers some of their hosts."""
     self._dropped[why] += 1
     if len(self._hosts[why]) <= _NAMED_HOSTS:
+      host = (writer.get_extra_info("peername") or ["unknown"])[0]
       self._hosts[why].add(printable(host, newlines=False))
+    if why == _OTHER_TOKEN:  # by the signature, its sender sees that the tokens differ
+      writer.write(tokens.line(self._key, ANSWER, "{}"))
+      writer.close()
 
-  def arrived(self, connection: _Connection) -> None:
+  def _arrive(self, writer: asyncio.StreamWriter, hello: dict[str, Any]) -> None:
     """Takes a process; if there is an error, it is told, and so are all when it is new."""
-    hello = connection.hello
-    del self.strangers[connection]
-    self._members[connection] = None
-    tell = [connection]
+    self._members[writer] = hello
+    told = [writer]
     if not self._error:
       self._kind, self._error = self._wrong(hello)
-      tell = [*self._members]
+      told = [*self._members]
       if self._error:
         self._deadline = min(self._deadline, time.monotonic() + _LATE_SECONDS)
     if self._error:
-      for member in tell:
-        member.answer(self._answer())
-        self._notified.add(member.hello["index"])
+      for member in told:
+        self._answer(member)
     self._there.setdefault(hello["index"], hello)
     self._changed.set()
 
-  def left(self, connection: _Connection) -> None:
-    """Forgets a process whose connection has ended."""
-    if connection in self._members:
-      del self._members[connection]
-      index = connection.hello["index"]
-      if self._there.get(index) is connection.hello:
-        del self._there[index]
-      self._changed.set()
+  def _leave(self, writer: asyncio.StreamWriter) -> None:
+    """Counts a process whose connection has ended as missing again."""
+    hello = self._members.pop(writer)
+    if self._there.get(hello["index"]) is hello:
+      del self._there[hello["index"]]
+    self._changed.set()
 
-  def _answer(self) -> dict[str, Any]:
-    run = "" if self._error else secrets.token_hex(16)
-    return {"error": self._error, "kind": self._kind, "count": self._count, "run": run}
+  def _answer(self, writer: asyncio.StreamWriter, run: str = "") -> None:
+    hello = self._members[writer]
+    self._answered[writer] = hello["index"]
+    answer = {"error": self._error, "kind": self._kind, "count": self._count, "run": run}
+    writer.write(tokens.line(self._key, ANSWER, json.dumps(answer), hello["text"]))
 
   # ------------------------------ messages ------------------------------
 
@@ -394,7 +354,7 @@ class _RollCall:
       more = " and others" if len(hosts) > _NAMED_HOSTS else ""
       parts.append(f"{number} {why} (from {', '.join(hosts[:_NAMED_HOSTS])}{more})")
     text = f"; connections dropped: {', '.join(parts)}"
-    if self._dropped["signed with another token"]:
+    if self._dropped[_OTHER_TOKEN]:
       text += f"; start all processes with the same {tokens.VARIABLE}, or all without it"
     return text
 
@@ -419,7 +379,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _read_object(text: str, types: Mapping[str, type]) -> dict[str, Any]:
   """Returns a JSON object with exactly these types; raises ValueError if it is malformed."""
-  content = tokens.read_object(text)
+  content = files.parse_json(text)
   if {name: type(value) for name, value in content.items()} != types:
     raise ValueError("malformed")
   return content
@@ -427,91 +387,75 @@ def _read_object(text: str, types: Mapping[str, type]) -> dict[str, Any]:
 
 # ------------------------------ the others ------------------------------
 
-_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 1.0
+_PAUSE, _LONGEST_PAUSE = 0.1, 1.0  # seconds
 _CONNECT_SECONDS = 10.0
 # After seeing only another token for this long, give up: an ending run would be gone by then.
 _OTHER_TOKEN_SECONDS = 10.0
 
 
-class _Caller:
-  """A process other than 0, which reports to process 0."""
+class _OtherTokenError(Exception):
+  """Process 0 has signed with another token."""
 
-  def __init__(self, address: str, hello: dict[str, Any], token: tokens.Token, wait: _Wait):
-    self._address, self._hello, self._token, self._wait = address, hello, token, wait
-    self._why = "nothing listens there"
-    self._other_since: float | None = None  # since when only another token was seen
-    self._name = f"process {hello['index']} ({_who(hello)})"
 
-  def answer(self) -> tuple[bytes, dict[str, Any]]:
-    """Reports until process 0 answers; returns the token and the answer, or that there was none."""
-    pause, wait = _PAUSE_SECONDS, self._wait
-    while (left := wait.deadline - time.monotonic()) > 0:
-      wait.say(lambda: f"{self._name} waits for process 0 at {self._address}: {self._why}")
-      if key := tokens.wait_for(self._token, time.monotonic() + wait.until_notice()):
-        if answer := self._try(key):
-          return key, answer
-      else:
-        self._why = f"no token: {self._token} is not there" + (
-          f"; does this process see the same workdir? Else set {tokens.VARIABLE} for all"
-          if str(self._token) != tokens.VARIABLE
-          else ", and process 0 may have one"
-        )
-      since = self._other_since
-      if since is not None and time.monotonic() - since > _OTHER_TOKEN_SECONDS:
-        break
-      # Thousands that arrived too early must not keep the host of process 0 busy.
-      time.sleep(min(pause, left))
-      pause = min(_LONGEST_PAUSE_SECONDS, pause * 1.2)
-    text = (
-      f"{self._name} found no process 0 of its run at {self._address} within "
-      f"processes.start_timeout_seconds={wait.seconds:g} ({self._why})"
-    )
-    return b"", {"error": text, "kind": MISSING}
-
-  def _try(self, key: bytes) -> dict[str, Any] | None:
-    """Reports once; returns the answer, or None and remembers the reason."""
-    left = self._wait.deadline - time.monotonic()
-    since, self._other_since = self._other_since, None
+def _report(
+  address: str, hello: dict[str, Any], token: tokens.Token, wait: _Wait
+) -> tuple[bytes, dict[str, Any]]:
+  """Reports until process 0 answers; returns the token and the answer, or that there was none."""
+  name, why, pause = f"process {hello['index']} ({_who(hello)})", "nothing listens there", _PAUSE
+  other_since: float | None = None  # since when only another token was seen
+  while (left := wait.deadline - time.monotonic()) > 0:
+    wait.say(f"{name} waits for process 0 at {address}: {why}")
+    since, other_since = other_since, None
+    key = token.read(time.monotonic() + wait.until_notice())
     try:
-      address, seconds = listening.split(self._address), min(_CONNECT_SECONDS, max(1.0, left))
-      with socket.create_connection(address, timeout=seconds) as connection:
-        signature, text = tokens.split_line(self._read_line(connection, seconds))
-        nonces = [str(tokens.read_object(text).get("nonce")), secrets.token_hex(16)]
-        body = json.dumps({**self._hello, "nonce": nonces[1]})
-        # Even to a process with another token: it cannot use the line, but counts it.
-        connection.sendall(tokens.line(key, HELLO, body, nonces[0]))
-        if not tokens.signed(key, signature, GREETING, text):
-          self._why = f"process 0 there has another token than this process, from {self._token}"
-          self._other_since = since or time.monotonic()
-          return None
-        seconds = self._wait.deadline + _CONNECT_SECONDS - time.monotonic()
-        line = self._read_line(connection, seconds, ", which waits for others")
-        signature, text = tokens.split_line(line)
-        if not tokens.signed(key, signature, ANSWER, text, *nonces):
-          raise ValueError("the answer is not signed")
-        return _read_object(text, _ANSWER)
+      if key:
+        return key, _ask(address, hello, key, wait, f"{name} has reached process 0 at {address}")
+      why = f"no token: {token} is not there" + (
+        f"; does this process see the same workdir? Else set {tokens.VARIABLE} for all"
+        if str(token) != tokens.VARIABLE
+        else ", and process 0 may have one"
+      )
+    except _OtherTokenError:
+      why = f"process 0 there has another token than this process, from {token}"
+      other_since = since or time.monotonic()
+      if time.monotonic() - other_since > _OTHER_TOKEN_SECONDS:
+        break
     except TimeoutError:
-      self._why = "no answer from there"
+      why = "no answer from there"
     except ValueError:  # JAX's service listens already: the rendezvous is over
-      self._why = "something else answers there: a run that has begun with all its processes?"
+      why = "something else answers there: a run that has begun with all its processes?"
     except OSError as error:
-      self._why = error.strerror or str(error)
-    return None
+      why = error.strerror or str(error)
+    # Thousands that arrived too early must not keep the host of process 0 busy.
+    time.sleep(min(pause, left))
+    pause = min(_LONGEST_PAUSE, pause * 1.2)
+  text = (
+    f"{name} found no process 0 of its run at {address} within "
+    f"processes.start_timeout_seconds={wait.seconds:g} ({why})"
+  )
+  return b"", {"error": text, "kind": MISSING}
 
-  def _read_line(self, connection: socket.socket, seconds: float, text: str = "") -> bytes:
-    """Reads a line of process 0, giving notice of the wait.
 
-    Raises:
-      ValueError: it is too long.
-      OSError: the connection has ended, or there is no line in this time.
-    """
-    received, deadline = b"", time.monotonic() + seconds
+def _ask(
+  address: str, hello: dict[str, Any], key: bytes, wait: _Wait, notice: str
+) -> dict[str, Any]:
+  """Reports once, and returns the answer; gives notice of the wait for it.
+
+  Raises:
+    ValueError: what answers is not process 0 of a run.
+    _OtherTokenError: it is that of another run.
+    OSError: it cannot be reached, or the connection has ended; TimeoutError: there is no answer.
+  """
+  seconds = min(_CONNECT_SECONDS, max(1.0, wait.deadline - time.monotonic()))
+  text, received = json.dumps(hello), b""
+  with socket.create_connection(listening.split(address), timeout=seconds) as connection:
+    connection.sendall(tokens.line(key, HELLO, text))
+    deadline = wait.deadline + _CONNECT_SECONDS
     while not received.endswith(b"\n"):
-      self._wait.say(lambda: f"{self._name} has reached process 0 at {self._address}{text}")
+      wait.say(f"{notice}, which waits for others")
       if (left := deadline - time.monotonic()) <= 0:
         raise TimeoutError
-      connection.settimeout(min(left, self._wait.until_notice()))
+      connection.settimeout(min(left, wait.until_notice()))
       with contextlib.suppress(TimeoutError):
         part = connection.recv(tokens.LINE_BYTES)
         received += part
@@ -519,4 +463,7 @@ class _Caller:
           raise ConnectionError("the connection was closed")
       if len(received) > tokens.LINE_BYTES:
         raise ValueError("too long")
-    return received
+  signature, answer = tokens.split_line(received)
+  if not tokens.signed(key, signature, ANSWER, answer, text):
+    raise _OtherTokenError
+  return _read_object(answer, _ANSWER)

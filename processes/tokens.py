@@ -1,8 +1,8 @@
 """The shared secret of the processes of a run, and message signatures.
 
 Anyone who reaches the coordinator's port can send to it. So every message between processes carries
-an HMAC-SHA256 under a token that only they know, over the purpose of the message and the nonces of
-the conversation: a signature of one message is not valid for another.
+an HMAC-SHA256 under a token that only they know, over the purpose of the message and what it is
+about: a signature of one message is not valid for another.
 
 The token comes from the environment (`processes.launch` sets it there). Otherwise process 0
 generates one and publishes it in the workdir while it waits for the others, in a file that only its
@@ -16,19 +16,19 @@ import json
 import os
 import re
 import secrets
-import stat
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from etils import epath
 
 from processes import preemption
+from runtime import files
 
 VARIABLE = "MESHWRIGHT_TOKEN"
 LEAST_CHARACTERS = 16
 LINE_BYTES = 2**14  # the longest line that is read
 _MOST_BYTES = 4096  # of a file
+_PAUSE_SECONDS = 0.1
 _LINE = re.compile(rb"([0-9a-f]{64}) (\{.*\})\n", re.DOTALL)
 
 
@@ -38,7 +38,7 @@ def sign(key: bytes, purpose: str, *parts: str) -> str:
   Args:
     key: the token, or a key derived from it.
     purpose: what the message is for; part of what is signed.
-    parts: the message, and what binds it to a conversation: nonces, names.
+    parts: the message, and what it is about: a name, the line that it answers.
   """
   # JSON, because joined strings could be split differently.
   return hmac.new(key, json.dumps([purpose, *parts]).encode(), hashlib.sha256).hexdigest()
@@ -50,9 +50,9 @@ def signed(key: bytes, signature: str, purpose: str, *parts: str) -> bool:
   return hmac.compare_digest(wanted, signature.encode(errors="surrogatepass"))
 
 
-def line(key: bytes, purpose: str, text: str, *nonces: str) -> bytes:
-  """Returns a line of the conversation."""
-  return f"{sign(key, purpose, text, *nonces)} {text}\n".encode()
+def line(key: bytes, purpose: str, text: str, *parts: str) -> bytes:
+  """Returns a signed line of the rendezvous."""
+  return f"{sign(key, purpose, text, *parts)} {text}\n".encode()
 
 
 def split_line(received: bytes) -> tuple[str, str]:
@@ -61,17 +61,6 @@ def split_line(received: bytes) -> tuple[str, str]:
   if not found:
     raise ValueError("no line")
   return found[1].decode(), found[2].decode()  # UnicodeDecodeError is a ValueError
-
-
-def read_object(text: str) -> dict[str, Any]:
-  """Returns the JSON object of a text; raises ValueError if it is malformed."""
-  try:
-    content = json.loads(text)
-  except RecursionError as error:
-    raise ValueError("nested too deeply") from error
-  if not isinstance(content, dict):
-    raise ValueError("no object")
-  return content
 
 
 class Token:
@@ -121,7 +110,7 @@ class Token:
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
       folder.mkdir(parents=True, exist_ok=True)
-      _write(self._file, text)
+      files.replace(self._file, text, shared=True, mode=0o600)
     except OSError as error:
       raise OSError(
         f"process 0 cannot write a token to the workdir ({error}), which the processes need to "
@@ -140,58 +129,37 @@ class Token:
     finally:
       remove()
 
-  def read(self) -> bytes:
-    """Returns the token as a process other than 0 reads it; b"" if there is none yet.
+  def read(self, deadline: float = 0.0) -> bytes:
+    """Returns the token as a process other than 0 reads it; b"" if there is none by the deadline.
+
+    Args:
+      deadline: by the monotonic clock; it is read once in any case.
 
     Raises:
       PermissionError: the file was not written by process 0.
     """
     if self._given or self._file is None:
       return self._given.encode()
-    try:
-      next(iter(self._file.parent.iterdir()), None)  # makes a network file system ask its server
-      return _read(self._file)
-    except PermissionError:
-      raise
-    except OSError:
-      return b""
-
-
-def _write(file: epath.Path, text: str) -> None:
-  """Writes a file that only this user may read, replacing an existing one."""
-  if _in_bucket(file):
-    file.write_text(text)
-    return
-  new = f"{file}.{secrets.token_hex(4)}"
-  flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-  with open(os.open(new, flags, 0o600), "w") as out:
-    out.write(text)
-  os.replace(new, file)
+    while not (found := _read(self._file)) and time.monotonic() + _PAUSE_SECONDS < deadline:
+      time.sleep(_PAUSE_SECONDS)
+    return found
 
 
 def _read(file: epath.Path) -> bytes:
-  if _in_bucket(file):
-    return file.read_bytes()[:_MOST_BYTES]
-  # Not blocking, in case a FIFO has this name.
-  with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
-    found = os.fstat(opened.fileno())
-    if not stat.S_ISREG(found.st_mode):
-      raise PermissionError(f"{file} is not a regular file")
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-      raise PermissionError(
-        f"{file} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:03o}, and only a "
-        f"file of user {os.geteuid()} with mode 600 counts; set {VARIABLE} for all processes"
-      )
-    return opened.read(_MOST_BYTES)
-
-
-def _in_bucket(file: epath.Path) -> bool:
-  """Returns whether the file is in a bucket, whose permissions apply instead of a file mode."""
-  return "://" in str(file)
-
-
-def wait_for(token: Token, deadline: float, pause_seconds: float = 0.1) -> bytes:
-  """Returns the token once it can be read; b"" after the deadline."""
-  while not (found := token.read()) and time.monotonic() + pause_seconds < deadline:
-    time.sleep(pause_seconds)
-  return found
+  """Returns the content of a file that only this user may read; b"" if there is none yet."""
+  try:
+    next(iter(file.parent.iterdir()), None)  # makes a network file system ask its server
+    if not files.is_local(file):  # in a bucket, whose permissions apply
+      return file.read_bytes()[:_MOST_BYTES]
+    with open(files.open_plain(file, os.O_RDONLY), "rb") as opened:
+      found, content = os.fstat(opened.fileno()), opened.read(_MOST_BYTES)
+  except PermissionError:
+    raise
+  except OSError:
+    return b""
+  if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    raise PermissionError(
+      f"{file} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:03o}, and only a "
+      f"file of user {os.geteuid()} with mode 600 counts; set {VARIABLE} for all processes"
+    )
+  return content

@@ -144,7 +144,7 @@ def _opened(path: epath.PathLike, follow: bool) -> Any:
   return os.fdopen(open_plain(path, os.O_RDONLY, follow=follow), "rb", buffering=0)
 
 
-def open_plain(path: epath.PathLike, flags: int, *, follow: bool = False) -> int:
+def open_plain(path: epath.PathLike, flags: int, *, follow: bool = False, mode: int = 0o666) -> int:
   """Opens a local file and returns its descriptor; never blocks, and opens only plain files.
 
   Raises:
@@ -153,7 +153,7 @@ def open_plain(path: epath.PathLike, flags: int, *, follow: bool = False) -> int
   """
   flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
   try:
-    descriptor = os.open(path, flags, 0o666)
+    descriptor = os.open(path, flags, mode)
   except OSError as error:
     what = ""
     with contextlib.suppress(OSError):
@@ -187,6 +187,7 @@ def replace(
   content: str | bytes,
   *,
   shared: bool = False,
+  mode: int = 0o666,
   require: Callable[[], None] = always,
 ) -> None:
   """Writes a file atomically: a kill or a full disk leaves what was there.
@@ -197,6 +198,7 @@ def replace(
     path: of the file.
     content: all of it; text as UTF-8.
     shared: several processes may write it at once.
+    mode: of the new file, less the umask.
     require: raises where this process may write no longer; asked before the file is changed.
 
   Raises:
@@ -210,7 +212,7 @@ def replace(
       path.write_bytes(content)  # an object in a bucket appears at once, complete
       return
     temporary = _temporary(path, shared)
-    descriptor = open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    descriptor = open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=mode)
     try:
       try:
         _write(descriptor, content)

@@ -54,7 +54,7 @@ def _attacks(port: int, chance: random.Random, count: int) -> Iterator[list[int]
   def attack() -> None:
     while not over.is_set():
       with contextlib.suppress(OSError):
-        _send(port, hostile.message(chance, count, "0" * 32))
+        _send(port, hostile.message(chance, count))
         sent.append(1)
       over.wait(0.02)
 
@@ -68,11 +68,8 @@ def _attacks(port: int, chance: random.Random, count: int) -> Iterator[list[int]
 
 
 def _send(port: int, data: bytes) -> None:
-  """Sends something to whoever listens, after what it says first."""
+  """Sends something to whoever listens."""
   with socket.create_connection(("localhost", port), timeout=1) as connection:
-    connection.settimeout(0.2)
-    with contextlib.suppress(TimeoutError):
-      connection.recv(4096)
     connection.sendall(data)
 
 
@@ -113,7 +110,7 @@ def _rendezvous(attempt: Attempt) -> None:
         if number < MESSAGES // 2:
           hostile.attack(port, chance, 4)
         else:
-          _send(port, hostile.message(chance, 4, "0" * 32))
+          _send(port, hostile.message(chance, 4))
 
   def attack() -> None:
     with contextlib.suppress(ConnectionError, TimeoutError):

@@ -11,7 +11,7 @@ from processes import rendezvous, tokens
 
 CONNECT_SECONDS = 20.0
 _TYPES = [None, True, -1, 10**400, 1.5e308, "", "x" * 3000, "\x1b[2J\x07", [], {}, [[]], {"a": {}}]
-_NAMES = ["index", "count", "host", "pid", "refused", "nonce", "error", "kind", "run", "\u202e"]
+_NAMES = ["index", "count", "host", "pid", "refused", "error", "kind", "run", "\u202e"]
 
 
 def value(chance: random.Random) -> object:
@@ -33,17 +33,11 @@ def hello(chance: random.Random, count: int) -> str:
   ranks = [-1, 0, 1, count - 1, count, 2**63, True, "1"]
   own = {"index": chance.choice(ranks), "count": chance.choice([count, count + 1, 0])}
   own |= {"host": "\x1b]0;owned\x07", "pid": 1, "refused": chance.choice(["", "give up"])}
-  return json.dumps({**own, "nonce": "0" * 32})
+  return json.dumps(own)
 
 
-def message(chance: random.Random, count: int, nonce: str) -> bytes:
-  """Returns bytes to send: none of them signed with the token of the run.
-
-  Args:
-    chance: decides.
-    count: of the run's processes.
-    nonce: with which process 0 has greeted.
-  """
+def message(chance: random.Random, count: int) -> bytes:
+  """Returns bytes to send to a run of so many processes: none of them signed with its token."""
   kind = chance.randrange(9)
   if kind == 0:
     return chance.randbytes(chance.choice([0, 1, 100, 5_000]))
@@ -57,7 +51,7 @@ def message(chance: random.Random, count: int, nonce: str) -> bytes:
     forged = f"{chance.randbytes(32).hex()} {hello(chance, count)}\n".encode()
     return forged[: chance.choice([len(forged), len(forged) // 2])]
   if kind == 5:
-    return tokens.line(b"another token", rendezvous.HELLO, hello(chance, count), nonce)
+    return tokens.line(b"another token", rendezvous.HELLO, hello(chance, count))
   if kind == 6:
     return f"{'0' * 64} ".encode() + text(chance).encode(errors="surrogatepass") + b"\n"
   if kind == 7:
@@ -65,23 +59,13 @@ def message(chance: random.Random, count: int, nonce: str) -> bytes:
   return b"\xff" * 64 + b" {}\n" * chance.randrange(1, 50)
 
 
-def speak(port: int, send: Callable[[socket.socket, str], None]) -> None:
-  """Connects to whoever listens on a port, once someone does, and lets `send` talk.
-
-  `send` is given the connection and the nonce of the greeting.
-  """
+def speak(port: int, send: Callable[[socket.socket], None]) -> None:
+  """Connects to whoever listens on a port, once someone does, and lets `send` talk."""
   until = time.monotonic() + CONNECT_SECONDS
   while True:
     try:
       with socket.create_connection(("localhost", port), timeout=CONNECT_SECONDS) as connection:
-        received = b""
-        while not received.endswith(b"\n") and (part := connection.recv(4096)):
-          received += part
-        try:
-          nonce = json.loads(received.split(b" ", 1)[-1] or b"{}").get("nonce", "")
-        except ValueError:
-          nonce = ""
-        send(connection, nonce)
+        send(connection)
       return
     except (ConnectionResetError, BrokenPipeError):  # dropped
       return
@@ -94,8 +78,8 @@ def speak(port: int, send: Callable[[socket.socket, str], None]) -> None:
 def attack(port: int, chance: random.Random, count: int) -> None:
   """Sends one message, in one of several ways, and goes."""
 
-  def send(connection: socket.socket, nonce: str) -> None:
-    data, way = message(chance, count, nonce), chance.randrange(4)
+  def send(connection: socket.socket) -> None:
+    data, way = message(chance, count), chance.randrange(4)
     if way == 0:  # half-open
       connection.sendall(data[: len(data) // 2])
       return

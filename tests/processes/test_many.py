@@ -42,10 +42,8 @@ def connected(port: int) -> socket.socket:
 
 def reports(connection: socket.socket, count: int, index: int) -> None:
   """Says who it is, as process `index` does."""
-  _, text = tokens.split_line(connection.recv(4096))
-  own = {"index": index, "count": count, "host": "h", "pid": index, "refused": "", "nonce": "n"}
-  nonce = json.loads(text)["nonce"]
-  connection.sendall(tokens.line(TOKEN.encode(), rendezvous.HELLO, json.dumps(own), nonce))
+  own = {"index": index, "count": count, "host": "h", "pid": index, "refused": ""}
+  connection.sendall(tokens.line(TOKEN.encode(), rendezvous.HELLO, json.dumps(own)))
 
 
 def answered(connection: socket.socket) -> tuple[dict, int]:
