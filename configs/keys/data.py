@@ -5,6 +5,8 @@ from configs.keys.row import ACCEPT, MAY_CHANGE, Key, Required, Rows, Unset, sha
 OF_FILES = "data.name=text|conversations|preferences"
 RENDERED = "data.name=conversations|preferences"
 
+_OF_SOURCES = {"data.sources": "each source has its own"}
+
 # Of rows of text.
 _TEXT: Rows = {
   # On resume: may have moved; dataset.rows shows whether they hold the same.
@@ -14,6 +16,7 @@ _TEXT: Rows = {
     "hf://OWNER/NAME, separated by commas",
     resume=MAY_CHANGE,
     needs=OF_FILES,
+    excludes=_OF_SOURCES,
   ),
   "sources": Key(
     (),
@@ -34,6 +37,7 @@ _TEXT: Rows = {
     'of the validation split; "": a share of the documents of files',
     resume=MAY_CHANGE,
     needs=OF_FILES,
+    excludes=_OF_SOURCES,
   ),
   # On resume: may have moved; dataset.tokenizer shows whether it is the same.
   "tokenizer": Key(
@@ -108,6 +112,7 @@ DATA: Rows = {
     "Fewer rows per step at first, each number from a step on: ((0, 8), (100, 16), (200, 32)), of"
     " which the last is global_batch_size",
     resume=ACCEPT,
+    excludes={"data.skip_batches": "batches differ in size; name rows with data.skip_rows"},
   ),
   # On resume: only of steps that are not done: training.restore checks.
   "sequence_length_ramp": Key(
@@ -117,7 +122,9 @@ DATA: Rows = {
     resume=ACCEPT,
     readers=("text",),
   ),
-  "text_feature": Key("", '"": the only one of that type', readers=("text", "not dpo")),
+  "text_feature": Key(
+    "", '"": the only one of that type', readers=("text", "not dpo"), excludes=_OF_SOURCES
+  ),
   **shared(_TEXT, readers=("text",)),
   "evaluation_fraction": Key(
     0.05,

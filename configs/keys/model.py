@@ -80,6 +80,10 @@ DECODER: Rows = {
     "smaller in proportion. 0: off",
     unit="dims",
     least=0,
+    excludes={
+      "model.attention=latent": "muP has no rule for the sizes of latent vectors",
+      "lora.rank": "muP has no rule for adapters, whose rank is no width",
+    },
   ),
   "base_head_size": Key(Unset(int), "muP: head size there; head_size", unit="dims"),
   "attention": Key(
@@ -148,7 +152,9 @@ DECODER: Rows = {
     "theta of sliding-window layers; 0: rotary_base with rotary_scaling",
     least=0,
   ),
-  "local_rotary_scaling": Key((), "of local_rotary_base, as rotary_scaling", needs=ROTARY),
+  "local_rotary_scaling": Key(
+    (), "of local_rotary_base, as rotary_scaling", needs="model.local_rotary_base"
+  ),
   "window": Key(
     0,
     "sliding-window attention: tokens that a token attends to; 0: all",
@@ -166,6 +172,7 @@ DECODER: Rows = {
     "Instead of global_every: the type of each layer, full or sliding (it has the window), or "
     "full_unrotated or sliding_unrotated (without RoPE); repeated where there are more layers: "
     '("sliding", "sliding", "full")',
+    excludes={"model.global_every": "both say which layers see a window"},
   ),
   "norm": Key("rms", "rms or layer", choices=("rms", "layer"), registry="norm"),
   "norm_epsilon": Key(1e-06, "added to the variance", above=0),
@@ -206,6 +213,7 @@ DECODER: Rows = {
     True,
     "MLP: down(f(gate(x)) * up(x)); else down(f(up(x)))",
     needs="model.mlp=feedforward",
+    excludes={"model.experts": "the MLPs of experts are gated"},
   ),
   "experts": Key(
     0,

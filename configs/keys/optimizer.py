@@ -3,6 +3,9 @@
 from configs.keys.row import MAY_CHANGE, REFUSED, Key, Rows, Unset
 from runtime.forms import MOST_STEP
 
+WSD = "optimizer.schedule=wsd"
+MOST_NORMS = 64  # that are stored on every device
+
 OPTIMIZER: Rows = {
   # On resume: the state is of another kind.
   "name": Key(
@@ -57,7 +60,14 @@ OPTIMIZER: Rows = {
     resume=MAY_CHANGE,
   ),
   # On resume: resumes where neither decay has begun: training.checkpointing.resume_policy.
-  "decay_steps": Key(Unset(int), "of wsd, at the end; by default steps / 5", unit="steps", least=0),
+  "decay_steps": Key(
+    Unset(int),
+    "of wsd, at the end; by default steps / 5",
+    unit="steps",
+    least=0,
+    needs=WSD,
+    off=0,
+  ),
   "decay_tokens": Key(
     0,
     "instead of decay_steps; 0: decay_steps",
@@ -66,7 +76,7 @@ OPTIMIZER: Rows = {
     most=MOST_STEP,
     resume=MAY_CHANGE,
   ),
-  "decay": Key("linear", "of wsd: linear or 1-sqrt", choices=("linear", "1-sqrt")),
+  "decay": Key("linear", "of wsd: linear or 1-sqrt", choices=("linear", "1-sqrt"), needs=WSD),
   "schedule_on_resume": Key(
     "stretch",
     "Where a run resumes with other training.steps: stretch the rest of its schedule over what is "
@@ -124,12 +134,23 @@ OPTIMIZER: Rows = {
     resume=REFUSED,
   ),
   "clip_norm": Key(1.0, "of the global gradient norm; 0: off", least=0),
-  "clip_groups": Key(False, "each of groups by the norm of its own gradients"),
+  "clip_groups": Key(
+    False, "each of groups by the norm of its own gradients", needs="optimizer.groups"
+  ),
   # On resume: unless it is turned on or off: the state has the norms.
   "clip_quantile": Key(
     0.0,
     "Instead of clip_norm: clip to this quantile of the last clip_window norms; 0: off",
     least=0,
+    below=1,
   ),
-  "clip_window": Key(50, "steps", unit="steps", least=2, resume=REFUSED),
+  "clip_window": Key(
+    50,
+    "steps",
+    unit="steps",
+    least=2,
+    most=MOST_NORMS,
+    resume=REFUSED,
+    needs="optimizer.clip_quantile",
+  ),
 }

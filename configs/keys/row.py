@@ -53,6 +53,7 @@ class Key:
     readers: who reads it, where not everybody does; see `configs.schema.validate`.
     needs: what has to be on for it to be read: `model.experts`, `optimizer.schedule=wsd`, or one of
       several values, separated by `|`.
+    excludes: what may not be on beside it, as `needs` names it -> why.
     off: its value where nobody reads it.
   """
 
@@ -70,6 +71,7 @@ class Key:
   resume: str = ""
   readers: tuple[str, ...] = ()
   needs: str = ""
+  excludes: Mapping[str, str] = dataclasses.field(default_factory=dict)
   off: Any = DEFAULT
 
   def explained(self) -> str:

@@ -92,7 +92,17 @@ _ADAPTERS: Rows = {
 }
 
 LORA: Rows = {
-  "rank": Key(0, "rank of the adapters; 0: off", unit="dims", least=0),
+  "rank": Key(
+    0,
+    "rank of the adapters; 0: off",
+    unit="dims",
+    least=0,
+    excludes={
+      "model.attention=latent": "its projections have no adapters; training.trainable chooses what "
+      "is trained",
+      "model.experts": "adapters are for dense models",
+    },
+  ),
   **shared(_ADAPTERS, needs="lora.rank"),
 }
 

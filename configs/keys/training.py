@@ -4,6 +4,7 @@ from configs.keys.row import MAY_CHANGE, REFUSED, Key, Rows, Unset, shared
 from runtime.forms import MOST_STEP
 
 EXPERTS = "model.experts"
+_OF_PAIRS = {"task=dpo": "its loss is of pairs of rows"}
 
 # Of pipeline stages.
 _STAGES: Rows = {
@@ -38,10 +39,16 @@ _STAGES: Rows = {
 
 # Of the routers of experts.
 _EXPERT_LOSSES: Rows = {
-  "balance_loss": Key(0.0, "coefficient of the balance loss of experts, taken per row; 0: off"),
-  "router_z_loss": Key(0.0, "coefficient of the z-loss of the routers' logits; 0: off"),
+  "balance_loss": Key(
+    0.0, "coefficient of the balance loss of experts, taken per row; 0: off", needs=EXPERTS
+  ),
+  "router_z_loss": Key(
+    0.0, "coefficient of the z-loss of the routers' logits; 0: off", needs=EXPERTS
+  ),
   "router_bias_rate": Key(
-    0.0, "How far a step moves the biases of model.router_correction towards balanced experts"
+    0.0,
+    "How far a step moves the biases of model.router_correction towards balanced experts",
+    needs="model.router_correction",
   ),
 }
 
@@ -145,6 +152,7 @@ TRAINING: Rows = {
     "later) or float8 (H100 and later, TPU7x)",
     choices=("compute", "int8", "float8"),
     readers=("decoder",),
+    excludes={EXPERTS: "experts are not multiplied in 8 bits"},
   ),
   # On resume: delayed: the state has the magnitudes of earlier steps.
   "matmul_scaling": Key(
@@ -153,6 +161,10 @@ TRAINING: Rows = {
     "largest magnitudes of the last 16 steps)",
     choices=("current", "delayed"),
     needs="training.matmul_dtype=float8",
+    excludes={
+      "task=dpo": "its reference model has no earlier steps",
+      "mesh.stage": "stages do not exchange the numbers of each layer that it keeps",
+    },
     resume=REFUSED,
   ),
   "rematerialization": Key(
@@ -193,7 +205,7 @@ TRAINING: Rows = {
     needs=EXPERTS,
     off="tiles",
   ),
-  **shared(_EXPERT_LOSSES, least=0, needs=EXPERTS),
+  **shared(_EXPERT_LOSSES, least=0, excludes=_OF_PAIRS),
   "z_loss": Key(
     0.0,
     "Coefficient of the squared logarithm of the softmax's normalizer, added to each token's "

@@ -36,9 +36,6 @@ def mixture_errors(data: ConfigDict) -> Iterator[str]:
     return
   if not data.sources:
     return
-  for key in ("files", "evaluation_files", "text_feature"):
-    if data[key]:
-      yield f"data.{key}={data[key]!r}: with data.sources, each source has its own {key}"
   faults = [line for number, source in enumerate(data.sources) for line in _source(source, number)]
   yield from faults
   if faults:
@@ -137,11 +134,6 @@ def ramp_errors(
   yield from faults
   if faults:
     return
-  if data.batch_size_ramp and data.skip_batches:
-    yield (
-      "data.skip_batches: with data.batch_size_ramp batches have different sizes; name rows with "
-      "data.skip_rows"
-    )
   count, axes = training.gradient_accumulation_steps, partitioning.activations.batch
   whole = count * parts(axes, sizes)
   names = " x ".join(f"{axis}={sizes.get(axis, 1)}" for axis in axes)

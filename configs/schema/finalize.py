@@ -1,8 +1,8 @@
 """Derived values, filled in after all overrides.
 
 They follow from other keys, from a model folder (`model=hf`), and from platform and mesh: the best
-configuration known for them. `RULES` says what each of the last follows from; docs/performance.md
-has the same table, with what was measured. Compiler options have a table of their own in
+configuration known for them, by `RULES`. docs/performance.md says in words what each of the last
+follows from, why, and what was measured. Compiler options have a table of their own in
 training/compiler_options.py.
 """
 
@@ -145,25 +145,6 @@ class Target:
   capability: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
-  """How an unset key is filled in.
-
-  Attributes:
-    key: dotted.
-    default: what it becomes where, in words.
-    reason: in words.
-    value: returns the value and why, from the sections that its parameters name, in which the keys
-      of earlier rules are set, the devices (`target`), and what returns `own_tokens` (`tokens`).
-      Why is "" where the key has nothing to say about a config.
-  """
-
-  key: str
-  default: str
-  reason: str
-  value: Callable[..., tuple[object, str]]
-
-
 def choose(config: ConfigDict, target: Target) -> tuple[Choice, ...]:
   """Fills in the keys of `RULES` that are unset; `config` is unlocked.
 
@@ -176,13 +157,13 @@ def choose(config: ConfigDict, target: Target) -> tuple[Choice, ...]:
   """
   tokens = functools.partial(table.with_sections, own_tokens, config, sizes=target.sizes)
   found = []
-  for rule in RULES:
-    section, key = rule.key.split(".")
+  for dotted, rule in RULES.items():
+    section, key = dotted.split(".")
     if config[section][key] is None:
-      value, why = table.with_sections(rule.value, config, target=target, tokens=tokens)
+      value, why = table.with_sections(rule, config, target=target, tokens=tokens)
       config[section][key] = value
       if why:
-        found.append(Choice(rule.key, value, why, plain=str(value) in PLAIN))
+        found.append(Choice(dotted, value, why, plain=str(value) in PLAIN))
   return tuple(found)
 
 
@@ -350,65 +331,18 @@ def _collective_matmul(
 
 # Values of these keys with which nothing special is done.
 PLAIN = ("False", "1", "xla", "tiles")
-RULES = (
-  Rule(
-    "training.microbatches",
-    "with mesh.stage > 1 the most that divide the rows of a device, up to 4 * mesh.stage; of "
-    "interleaved a multiple of mesh.stage; else 1",
-    "the bubble of a pipeline is (S - 1) / (M + S - 1) of a step of M microbatches on S stages; "
-    "memory does not grow with M",
-    _microbatches,
-  ),
-  Rule(
-    "training.attention_kernel",
-    "for rows of 256 tokens and more (on GPUs 1024) splash on TPUs, cudnn on GPUs of compute "
-    "capability 9.0 (Hopper) or more where it can do what the model asks for, and blockwise "
-    "elsewhere; else xla. On TPUs where mesh.context splits rows that splash cannot take: "
-    "blockwise, but xla where scores take at most 1 GiB",
-    "all scores of a row of 8192 tokens would be the largest arrays of a step",
-    _kernel,
-  ),
-  Rule(
-    "training.loss_chunks",
-    "the fewest parts of a device's columns of the logits that take at most 256 MiB each (on GPUs "
-    "4 GiB), in the compute dtype",
-    "the logits of all tokens are larger than any other activation; one chunk costs nothing",
-    _loss_chunks,
-  ),
-  Rule(
-    "training.scan_unroll",
-    "on GPUs, where neither fsdp nor stage splits the layers, the largest divisor of the layers "
-    f"up to {UNROLLED['gpu']}, and on one CPU device up to {UNROLLED['cpu']}, with "
-    "`training.rematerialization` none or elementwise; else 1",
-    "a loop copies what its iterations save into arrays of all layers: a sixth of an H100's step; "
-    "but what is computed again would be merged with the first computation, and kept",
-    _scan_unroll,
-  ),
-  Rule(
-    "training.grouped_matmul",
-    "ragged on TPUs, tiles elsewhere",
-    "the compilers for CPUs and GPUs multiply all rows of a ragged_dot by the kernels of all "
-    "experts",
-    _grouped_matmul,
-  ),
-  Rule(
-    "partitioning.sequence_parallel",
-    "true where mesh.tensor > 1 on TPUs and GPUs, if tensor (and context) divide "
-    "`data.sequence_length`; false on simulated devices",
-    "norms and the saved residual are split instead of repeated (arXiv:2205.05198); as many bytes "
-    "are sent",
-    _sequence_parallel,
-  ),
-  Rule(
-    "partitioning.collective_matmul",
-    "true with sequence parallelism on TPUs, where a device's part of the sequence has at least "
-    f"{RING_TOKENS} tokens; else false, also with lora.dropout, and with adapters of 8-bit "
-    "matmuls",
-    "gathers and scatters of activations over `tensor` run while parts of them are multiplied "
-    "(Wang et al., ASPLOS 2023)",
-    _collective_matmul,
-  ),
-)
+# Dotted key -> a function that returns its value and why, from the sections that its parameters
+# name, in which the keys before it are set, the devices (`target`), and what returns `own_tokens`
+# (`tokens`). Why is "" where the key has nothing to say about a config.
+RULES: Mapping[str, Callable[..., tuple[object, str]]] = {
+  "training.microbatches": _microbatches,
+  "training.attention_kernel": _kernel,
+  "training.loss_chunks": _loss_chunks,
+  "training.scan_unroll": _scan_unroll,
+  "training.grouped_matmul": _grouped_matmul,
+  "partitioning.sequence_parallel": _sequence_parallel,
+  "partitioning.collective_matmul": _collective_matmul,
+}
 
 
 # ------------------------------ data and model ------------------------------

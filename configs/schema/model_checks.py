@@ -10,7 +10,6 @@ from configs.schema.data_checks import parts
 from runtime.extensions import kind_of_model
 from runtime.layer_kinds import sparse_layers
 from runtime.suggest import nearest
-from training.tasks import DPO
 
 with epy.lazy_imports():  # of runs with a model folder
   from interop import hf_folder
@@ -106,7 +105,7 @@ def check_attention_device(training: ConfigDict, platform: str, capability: floa
 # ------------------------------ latent attention ------------------------------
 
 
-def latent_errors(model: ConfigDict, lora: ConfigDict) -> Iterator[str]:
+def latent_errors(model: ConfigDict) -> Iterator[str]:
   """Yields what does not go with latent attention."""
   if model.attention != "latent":
     if model.value_head_size != model.head_size:
@@ -142,27 +141,12 @@ def latent_errors(model: ConfigDict, lora: ConfigDict) -> Iterator[str]:
       f"and to the rotary key have biases, and out, all or none; set it to none, mlp, attention or "
       f"attention,mlp"
     )
-  if model.base_width:
-    yield (
-      f"model.base_width={model.base_width}: muP has no rule for the sizes of latent vectors; set "
-      f"it to 0"
-    )
-  if lora.rank > 0:
-    yield (
-      f"lora.rank={lora.rank}: the projections of model.attention=latent have no adapters; "
-      f"set it to 0, and choose what is trained by training.trainable"
-    )
 
 
 # ------------------------------ mixtures of experts ------------------------------
 
-# Sums that a step adds to the loss of experts.
-EXPERT_LOSSES = ("balance_loss", "router_z_loss", "router_bias_rate")
 
-
-def expert_errors(
-  model: ConfigDict, training: ConfigDict, lora: ConfigDict, task: str, sizes: Mapping[str, int]
-) -> Iterator[str]:
+def expert_errors(model: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
   """Yields what does not go with a decoder's experts; their keys say themselves what they need."""
   devices = sizes.get("expert", 1)
   if model.experts < 1:
@@ -180,23 +164,6 @@ def expert_errors(
       f"model.experts={model.experts} is not divisible by mesh.expert={devices}; set mesh.expert "
       f"to one of {listed(sorted(near))}"
     )
-  if training.router_bias_rate and not model.router_correction:
-    yield (
-      f"training.router_bias_rate={training.router_bias_rate} moves the bias of "
-      f"model.router_correction=True; set that, or leave the rate at 0"
-    )
-  if not model.gated:
-    yield "model.gated=False: the MLPs of experts are gated; leave it, or set model.experts=0"
-  if lora.rank:
-    yield f"lora.rank={lora.rank}: adapters are for dense models; set model.experts=0"
-  if training.matmul_dtype != "compute":
-    yield (
-      f"training.matmul_dtype={training.matmul_dtype!r}: experts are not multiplied in 8 bits; set "
-      f"it to compute"
-    )
-  for key in EXPERT_LOSSES:
-    if task == DPO and training[key]:
-      yield f"training.{key}={training[key]!r}: the loss of {DPO} is of pairs of rows; set it to 0"
 
 
 def divisors(number: int) -> list[int]:
@@ -385,11 +352,6 @@ def _layer_types(model: ConfigDict) -> Iterator[str]:
     return
   if len(types) > model.layers > 0:
     yield f"model.layer_types has {len(types)} types for model.layers={model.layers}"
-  if types and model.global_every:
-    yield (
-      f"model.layer_types and model.global_every={model.global_every} both say which layers see a "
-      f"window; set model.global_every=0"
-    )
   sliding = any(one.startswith("sliding") for one in types) if types else bool(model.window)
   if types and sliding != bool(model.window):
     yield (
@@ -407,12 +369,6 @@ def _layer_types(model: ConfigDict) -> Iterator[str]:
       f"model.global_every={model.global_every} and "
       f"model.local_rotary_base={model.local_rotary_base} are about layers that see a window; set "
       f"model.window, or both to 0"
-    )
-  if model.local_rotary_scaling and not model.local_rotary_base:
-    yield (
-      f"model.local_rotary_scaling={model.local_rotary_scaling} scales "
-      f"model.local_rotary_base=0.0; set that, to model.rotary_base={model.rotary_base} if it is "
-      f"the same"
     )
 
 
@@ -500,7 +456,7 @@ def lora_errors(model: ConfigDict, lora: ConfigDict) -> Iterator[str]:
 # ------------------------------ muP ------------------------------
 
 
-def mup_errors(model: ConfigDict, lora: ConfigDict, checkpoint: ConfigDict) -> Iterator[str]:
+def mup_errors(model: ConfigDict, checkpoint: ConfigDict) -> Iterator[str]:
   """Yields what muP does not go with."""
   base, head = (model.get(key) or 0 for key in ("base_width", "base_head_size"))
   if base == 0 and head != (model.get("head_size") or 0):
@@ -515,11 +471,6 @@ def mup_errors(model: ConfigDict, lora: ConfigDict, checkpoint: ConfigDict) -> I
     yield (
       f"model.base_width={base}: the parameters of {which} are a trained model's, and muP would "
       f"divide its logits; set it to 0. muP is for models that are trained from the start"
-    )
-  if lora.rank > 0:
-    yield (
-      f"model.base_width={base} with lora.rank={lora.rank}: muP has no rule for adapters, "
-      f"whose rank is no width; set model.base_width=0"
     )
 
 

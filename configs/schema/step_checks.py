@@ -83,17 +83,12 @@ def _unknown(name: str, value: str, known: tuple[str, ...]) -> str:
 
 
 def matmul_errors(
-  training: ConfigDict, partitioning: ConfigDict, lora: ConfigDict, task: str
+  training: ConfigDict, partitioning: ConfigDict, lora: ConfigDict
 ) -> Iterator[str]:
-  """Yields what does not go with 8-bit matmuls, or with matmuls as rings."""
+  """Yields what does not go with matmuls as rings."""
   split = "residual_sequence" in partitioning.activations
   if partitioning.collective_matmul and split and (why := no_ring(training, partitioning, lora)):
     yield f"partitioning.collective_matmul=True: {why}; change that, or leave the key at False"
-  if training.matmul_scaling == "delayed" and task == DPO:
-    yield (
-      f"training.matmul_scaling=delayed: the reference model of the task {DPO} has no earlier "
-      f"steps; set training.matmul_scaling=current"
-    )
 
 
 def no_ring(training: ConfigDict, partitioning: ConfigDict, lora: ConfigDict) -> str:
@@ -186,11 +181,6 @@ def pipeline_errors(
   yield from _microbatches(training, data.global_batch_size, batch, stages)
   if task == DPO:
     yield f"mesh.stage={stages}: data.name='preferences' (DPO) has no pipeline; set mesh.stage=1"
-  if training.matmul_scaling == "delayed" and training.matmul_dtype != "compute":
-    yield (
-      f"mesh.stage={stages}: training.matmul_scaling='delayed' keeps numbers of each layer from "
-      f"step to step, which stages do not exchange; set training.matmul_scaling=current"
-    )
   axes = tuple(partitioning.parameters.layers)
   if axes != ("stage",):
     yield (

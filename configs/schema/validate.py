@@ -1,8 +1,8 @@
 """Which values and which combinations of keys a config may have.
 
-What can be said of a single key is in its row (`configs/keys`): its range, its words, and who reads
-it. What does not go together is found by the functions of `CHECKS`, whose parameters name the
-sections that they read.
+What can be said of a single key is in its row (`configs/keys`): its range, its words, who reads it,
+and which others may not be on beside it. What else does not go together is found by the functions
+of `CHECKS`, whose parameters name the sections that they read.
 
 `readers` of a row are words:
 
@@ -18,11 +18,11 @@ A registered model reads what its READS names, and the keys of regions if its ax
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from configs.keys import table
-from configs.keys.optimizer import OPTIMIZER
 from configs.keys.row import Key
 from configs.schema import data_checks, model_checks, optimizer_checks, recipes, step_checks
 from runtime import extensions
@@ -31,8 +31,6 @@ from training.callbacks import CALLBACKS
 from training.metrics.sinks import SINKS
 from training.optimizer import optimizer_keys
 from training.tasks import DPO, METRICS, TASKS
-
-MOST_NORMS = 64  # that are stored on every device
 
 
 def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
@@ -45,7 +43,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
   Raises:
     ValueError: with all that is wrong, a line each.
   """
-  wrong = [*_values(config), *unread_errors(config, sizes)]
+  wrong = [*_values(config), *unread_errors(config, sizes), *_excluded(config, sizes)]
   of_model = OF_MODELS.get(extensions.kind_of_model(config.model.name), ())
   for check_errors in (*CHECKS, *of_model):
     wrong += table.with_sections(check_errors, config, sizes=sizes)
@@ -152,24 +150,36 @@ def unread_errors(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]
       yield from _unmet(f"{key}={value!r}", row, config, sizes)
 
 
+def _on(what: str, config: ConfigDict, sizes: Mapping[str, int]) -> tuple[str, Any, bool]:
+  """Returns the key that a row's `needs` or `excludes` names, its value, and whether it is on."""
+  needed, _, values = what.partition("=")
+  section, _, name = needed.rpartition(".")
+  keys = config[section] if section else config
+  if section != "mesh" and name not in keys:  # of another kind of model
+    return needed, None, False
+  now = sizes.get(name, 1) if section == "mesh" else keys[name]
+  on = str(now) in values.split("|") if values else now != table.find(needed).unread
+  return needed, now, on
+
+
 def _unmet(given: str, row: Key, config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
   """Yields what has to be set for a key to be read, where it is not."""
-  needed, _, values = row.needs.partition("=")
-  section, name = needed.split(".")
-  now = sizes.get(name, 1) if section == "mesh" else config[section][name]
+  needed, now, on = _on(row.needs, config, sizes)
   own = extensions.registered(table.find(needed).registry, str(now))
-  if given.partition("=")[0] in getattr(own, "READS", ()):
+  if on or given.partition("=")[0] in getattr(own, "READS", ()):
     return
-  if values and str(now) not in values.split("|"):
-    wanted = values.replace("|", " or ")
-    yield (
-      f"{given} is about {needed}={wanted}, and it is {now!r}; set that, or leave the key at "
-      f"{row.unread!r}"
-    )
-  if not values and now == table.find(needed).unread:
-    yield (
-      f"{given} is about {needed}, which is {now!r}; set that, or leave the key at {row.unread!r}"
-    )
+  wanted = row.needs.partition("=")[2].replace("|", " or ")
+  about = f"{needed}={wanted}, and it is {now!r}" if wanted else f"{needed}, which is {now!r}"
+  yield f"{given} is about {about}; set that, or leave the key at {row.unread!r}"
+
+
+def _excluded(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
+  """Yields a line for each key that is on beside one that its row excludes."""
+  for key, row, value in table.rows(config):
+    for what, why in row.excludes.items() if value not in (row.unread, None) else ():
+      other, now, on = _on(what, config, sizes)
+      if on:
+        yield f"{key}={value!r} with {other}={now!r}: {why}; leave {key} at {row.unread!r}"
 
 
 def _of_other_optimizers(optimizer: ConfigDict) -> list[str]:
@@ -190,33 +200,21 @@ def reset_optimizer(config: ConfigDict) -> None:
 # ------------------------------ keys that do not go together ------------------------------
 
 
-def _clipping(optimizer: ConfigDict, argument: str) -> Iterator[str]:
+def _clipping(optimizer: ConfigDict) -> Iterator[str]:
   """Yields what is wrong with the keys of clipping."""
-  if optimizer.clip_groups and not optimizer.groups:
-    yield "optimizer.clip_groups: there are no groups; name them in optimizer.groups"
-  if not optimizer.clip_quantile:
-    groups = [one for one in optimizer.groups if isinstance(one, Mapping)]  # others: group_errors
-    own = [group["clip_norm"] for group in groups if "clip_norm" in group]
-    if optimizer.clip_groups and not any([optimizer.clip_norm, *own]):
-      yield (
-        "optimizer.clip_groups: optimizer.clip_norm=0 clips no group; set that, a clip_norm of a "
-        "group, or optimizer.clip_quantile"
-      )
-    if optimizer.clip_window != (window := recipes.base(argument).optimizer.clip_window):
-      yield (
-        f"optimizer.clip_window={optimizer.clip_window} is about optimizer.clip_quantile, which is "
-        f"off; set that, or leave it at {window}"
-      )
-    return
-  if optimizer.clip_quantile >= 1:
-    yield f"optimizer.clip_quantile={optimizer.clip_quantile}: below 1"
-  if optimizer.clip_norm:
+  if optimizer.clip_quantile and optimizer.clip_norm:
     yield (
       f"optimizer.clip_quantile={optimizer.clip_quantile} takes the place of optimizer.clip_norm="
       f"{optimizer.clip_norm}; set that to 0"
     )
-  if optimizer.clip_window > MOST_NORMS:
-    yield f"optimizer.clip_window={optimizer.clip_window}: at most {MOST_NORMS}"
+  groups = [one for one in optimizer.groups if isinstance(one, Mapping)]  # others: group_errors
+  own = [group["clip_norm"] for group in groups if "clip_norm" in group]
+  clips = any([optimizer.clip_norm, optimizer.clip_quantile, *own])
+  if optimizer.clip_groups and groups and not clips:
+    yield (
+      "optimizer.clip_groups: optimizer.clip_norm=0 clips no group; set that, a clip_norm of a "
+      "group, or optimizer.clip_quantile"
+    )
 
 
 def _averages(optimizer: ConfigDict) -> Iterator[str]:
@@ -248,11 +246,6 @@ def _schedule(optimizer: ConfigDict, training: ConfigDict) -> Iterator[str]:
     yield (
       f"optimizer.decay_steps={decay}: from 1 to {steps - warmup}, the {steps} steps without the "
       f"{warmup} of the warm-up"
-    )
-  if name != "wsd" and (decay or optimizer.decay != OPTIMIZER["decay"].default):
-    yield (
-      f"optimizer.decay_steps={decay} and optimizer.decay={optimizer.decay!r}: schedule={name} has "
-      f"no stable phase; leave them out, or set optimizer.schedule=wsd"
     )
   if name == "inverse_sqrt" and not warmup:
     yield (

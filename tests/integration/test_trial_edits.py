@@ -25,8 +25,8 @@ AXIS = [
   ),
   (
     "configs/schema/axis_tables.py",
-    '"batch": ("data", "fsdp", "expert"),\n      "sequence": ("context",),  # inside',
-    '"batch": ("replica", "data", "fsdp", "expert"),\n      "sequence": ("context",),  # inside',
+    '"batch": (None, ("data", "fsdp", "expert")),',
+    '"batch": (None, ("replica", "data", "fsdp", "expert")),',
   ),
 ]
 # The output of each head times a gate of its own, a sigmoid of the residual.

@@ -87,7 +87,7 @@ def test_a_step_is_clipped_once_and_its_norm_is_that_before_clipping():
 @pytest.mark.parametrize(
   ("keys", "said"),
   [
-    ({"clip_groups": True}, "there are no groups; name them in optimizer.groups"),
+    ({"clip_groups": True}, "clip_groups=True is about optimizer.groups, which is (); set that"),
     (
       {
         "clip_groups": True,
@@ -96,9 +96,9 @@ def test_a_step_is_clipped_once_and_its_norm_is_that_before_clipping():
       },
       "optimizer.clip_groups: optimizer.clip_norm=0 clips no group; set that",
     ),
-    ({"clip_window": 7}, "clip_window=7 is about optimizer.clip_quantile, which is off; set that"),
+    ({"clip_window": 7}, "clip_window=7 is about optimizer.clip_quantile, which is 0.0; set that"),
     ({"clip_quantile": 0.5, "clip_norm": 1.0}, "set that to 0"),
-    ({"clip_quantile": 1.5, "clip_norm": 0.0}, "clip_quantile=1.5: below 1"),
+    ({"clip_quantile": 1.5, "clip_norm": 0.0}, "clip_quantile=1.5: at least 0 and below 1"),
     ({"clip_quantile": 0.5, "clip_norm": 0.0, "clip_window": 65}, "clip_window=65: at most 64"),
     (
       {"groups": ({"parameters": "*", "clip_norm": 1.0},)},

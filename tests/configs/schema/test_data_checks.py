@@ -44,7 +44,6 @@ def test_what_is_right():
     ({"sources": ({**WEB, "name": "a/b"},)}, "source 'a/b': the name is part of metrics' names"),
     ({"sources": ({**WEB, "files": ""},)}, "source 'web': files=''"),
     ({"sources": ({**WEB, "weight": 0}, {**CODE, "weight": 0.0})}, "all weights are 0"),
-    ({"files": "a/"}, "data.files='a/': with data.sources, each source has its own files"),
     ({"stages": ((3, {"wb": 1.0}),)}, "from step 3: unknown source 'wb'; there are web, code"),
     ({"stages": ((3, {"web": 0.0}),)}, "from step 3: all weights are 0"),
     ({"stages": ((3, {"web": -2}),)}, "from step 3, source 'web': weight=-2"),

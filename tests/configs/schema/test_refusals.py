@@ -118,7 +118,7 @@ CASES = [
   (
     "lm",
     'model.local_rotary_scaling=("linear",{"factor":2.0})',
-    "scales model.local_rotary_base=0.0; set that, to model.rotary_base=10000.0",
+    "is about model.local_rotary_base, which is 0.0; set that",
   ),
   (
     "lm",
@@ -194,8 +194,12 @@ CASES = [
   ("lm", f"{LATENT} model.clip_qkv=2.0", "model.clip_qkv=2.0 is about model.attention=grouped_q"),
   ("lm", f"{LATENT} model.biases=query,up", "model.biases='query,up': of model.attention=latent"),
   ("lm", f"{LATENT} model.biases=all", "set it to none, mlp, attention or attention,mlp"),
-  ("lm", f"{LATENT} model.base_width=20", "muP has no rule for the sizes of latent vectors; set"),
-  ("lm", f"{LATENT} lora.rank=2", "lora.rank=2: the projections of model.attention=latent have no"),
+  (
+    "lm",
+    f"{LATENT} model.base_width=20",
+    "='latent': muP has no rule for the sizes of",
+  ),
+  ("lm", f"{LATENT} lora.rank=2", "model.attention='latent': its projections have no adapters"),
   ("lm", "model.latent_size=8", "model.latent_size=8 is about model.attention=latent, and it is"),
   ("lm", "model.query_latent_size=8", "model.query_latent_size=8 is about"),
   ("lm", "model.latent_norm_epsilon=1e-5", "model.latent_norm_epsilon=1e-05 is about"),
@@ -233,9 +237,9 @@ CASES = [
   ("lm", "model.experts=6 model.sparse_every=4", "model.mlp_only_layers=(): no layer has experts"),
   ("lm", "model.experts=6 model.mlp_only_layers=(0,1,2)", "no layer has experts; set model.exper"),
   ("lm", "model.experts=6 model.mlp_only_layers=(3,)", "=(3,): 3 is no number of a layer, from 0"),
-  ("lm", "model.experts=6 training.router_bias_rate=0.1", "moves the bias of model.router_correc"),
+  ("lm", "model.experts=6 training.router_bias_rate=0.1", "is about model.router_correction, whi"),
   ("lm", "model.experts=6 model.gated=False", "the MLPs of experts are gated"),
-  ("lm", "model.experts=6 lora.rank=2", "lora.rank=2: adapters are for dense models"),
+  ("lm", "model.experts=6 lora.rank=2", "adapters are for dense models; leave lora.r"),
   ("lm", "model.experts=6 training.matmul_dtype=int8", "experts are not multiplied in 8 bits"),
   (
     "lm",
@@ -317,7 +321,7 @@ CASES = [
   (
     PREFERENCES,
     f"{FILES} training.matmul_dtype=float8 training.matmul_scaling=delayed",
-    "the reference model of the task dpo has no earlier steps",
+    "its reference model has no earlier steps; leave",
   ),
   (
     "lm",
