@@ -11,8 +11,7 @@ import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
-from absl import flags as absl_flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from commands import config_flag, flags, help
 from commands.refusal import refuse
@@ -34,15 +33,14 @@ def run(*words: str) -> int:
   A config that is refused is printed, too: its values say why.
   """
   try:
-    parsed, flag = flags.CONFIG.value, absl_flags.FLAGS[flags.CONFIG.name]
-    [*_, given] = config_flag.config_values(sys.argv, flag.name)
+    parsed, given = flags.CONFIG.value, flags.CONFIG.location
     platform, sizes, capability = target(parsed)
     final, choices = finalize.with_choices(parsed, platform, sizes, capability)
     values = dict(config_flag.leaves(final))
     origin = origins(
       *(parsed, final, choices),
-      file=config_flag.run_in(given) or config_flags.get_config_filename(flag),
-      overridden=config_flags.get_override_values(flag),
+      file=config_flag.run_in(given) or given,
+      overridden=flags.CONFIG.overridden,
       elsewhere=[
         finalize.finalize(parsed, other, sizes) for other in PLATFORMS if other != platform
       ],

@@ -1,17 +1,12 @@
-"""The flags `--config=FILE[:RECIPE]` and `--config.key=value`, with helpful errors.
-
-absl and ml_collections parse; their errors (of five kinds, some with a traceback as their text)
-become one ValueError with the cause and the fix.
-"""
+"""The flags `--config=FILE[:RECIPE]` and `--config.key=value`, with helpful errors."""
 
 import ast
 import inspect
 import os
 import pathlib
 import re
-import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from absl import flags
 from ml_collections import ConfigDict
@@ -26,48 +21,76 @@ EXPERIMENTS = FOLDER / "experiments"
 _OF_RUNS = f"{ROOT / 'commands' / 'run_config.py'}:"  # what begins --config of a run's own config
 
 
-def parse(argv: list[str], names: tuple[str, ...] = ("config",)) -> list[str]:
-  """Parses absl's flags and returns the remaining words, the program's name first.
+class ConfigFlag:
+  """A flag that names a config.
 
-  Args:
-    argv: the command line.
-    names: the flags whose values are configs.
-
-  Raises:
-    ValueError: an unknown flag or config key (with the nearest known one), a wrong type, a
-      missing config file, or what the config's own `get_config` refuses.
+  Attributes:
+    name: of the flag.
+    location: what it is given, FILE[:RECIPE] or what `of_run` returns; "" where it is not given.
+    value: the config with its overrides; None likewise.
+    overridden: the dotted keys that the command line sets.
   """
-  argv = [_with_underscores(word) for word in argv]
-  for name in names:
-    for value in config_values(argv, name):
-      config = load(name, value)
-      whole = {f"{name}.{key}" for key, of, last in keys(config) if of.get_type(last) is int}
-      argv = [_with_whole_number(word, whole) for word in argv]
+
+  def __init__(self, flag: flags.FlagHolder):
+    self.name, self.location = flag.name, ""
+    self.value: ConfigDict | None = None
+    self.overridden: list[str] = []
+
+  def read(self, location: str, settings: Sequence[tuple[str, str]]) -> None:
+    """Loads the config, and sets its keys.
+
+    Args:
+      location: as the attribute.
+      settings: dotted keys with their values.
+
+    Raises:
+      ValueError: there is no such config, or its own `get_config` refuses; an unknown key (with the
+        nearest known one), or a value of the wrong type.
+    """
+    self.location = location
+    self.value = load(self.name, location) if location else None
+    self.overridden = [key for key, _ in settings] if location else []
+    if location:
+      known = {key: (section, last) for key, section, last in keys(self.value)}
+      for key, text in settings:
+        self._set(known, key, text)
+      self.value.lock()
+
+  def _set(self, known: Mapping[str, tuple[ConfigDict, str]], key: str, text: str) -> None:
+    given = f"--{self.name}.{key}={text}"
+    if key not in known and any(other.startswith(key + ".") for other in known):
+      raise ValueError(f"{given}: {key} is a section; set one of its keys")
+    if key not in known:
+      raise ValueError(f"{given}: unknown config key {key!r}{nearest(key, known)}")
+    section, last = known[key]
+    try:
+      section[last] = parsed(section.get_type(last), text)
+    except ValueError as error:
+      raise ValueError(f"{given}: {key} is {error}, not {text!r}") from error
+
+
+def parsed(kind: type, text: str) -> object:
+  """Returns the value that a text stands for; raises ValueError with what it should be.
+
+  A tuple is one of Python's; any other text is a tuple of that text alone. `1e3` is a whole number.
+  """
+  if kind is bool:
+    if text.lower() not in ("true", "false", "1", "0"):
+      raise ValueError("true or false")
+    return text.lower() in ("true", "1")
+  if kind in (int, float):
+    try:
+      power = re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d{1,2}", text) and kind is int
+      return int(float(text)) if power and float(text).is_integer() else kind(text)
+    except ValueError as error:
+      raise ValueError("a whole number" if kind is int else "a number") from error
+  if kind is str:
+    return text
   try:
-    return flags.FLAGS(argv)
-  except flags.UnrecognizedFlagError as error:
-    raise ValueError(_unknown_flag(error)) from error
-  except (flags.Error, AttributeError, KeyError, TypeError, ValueError, SyntaxError) as error:
-    for name in names:
-      _check_overrides(argv, name)
-    _check_types(argv)
-    raise ValueError(_root(error)) from error
-
-
-def with_settings(argv: list[str], names: tuple[str, ...]) -> list[str]:
-  """Returns a command line with each `--set key=value` as an override of every config.
-
-  Args:
-    argv: the command line.
-    names: the flags whose values are configs.
-
-  Raises:
-    ValueError: a setting without a key or a value.
-  """
-  settings = [value for given, value in _values(argv, "set") if given == "set"]
-  there = [flag for flag in names if any(given == flag for given, _ in _values(argv, flag))]
-  set_keys(settings)
-  return [*argv, *(f"--{flag}.{setting}" for flag in there for setting in settings)]
+    value = ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    value = text
+  return value if kind is not tuple or isinstance(value, tuple) else (value,)
 
 
 def set_keys(settings: Sequence[str]) -> list[str]:
@@ -88,16 +111,15 @@ def run_in(value: str) -> str:
   return value.removeprefix(_OF_RUNS) if value.startswith(_OF_RUNS) else ""
 
 
-def name(flag: flags.FlagHolder) -> str:
+def name(flag: ConfigFlag) -> str:
   """Returns `dp4_tp2_lm` for `--config=configs/dp4_tp2.py`: the strategy and the recipe.
 
   Of a file that chooses model and data itself it is the file's name and its variant, where one is
   given; of a run's config the name of the run's folder.
   """
-  [*_, value] = config_values(sys.argv, flag.name)
-  if run := run_in(value):
+  if run := run_in(flag.location):
     return pathlib.PurePath(run).name
-  path, _, given = value.partition(":")
+  path, _, given = flag.location.partition(":")
   strategy, recipe = os.path.splitext(os.path.basename(path))[0], flag.value.argument
   named = given or ("" if "=" in recipe else recipe)
   return f"{strategy}_{named}".rstrip("_").replace("=", "-").replace(",", "_")
@@ -150,11 +172,6 @@ def _is_strategy(path: pathlib.Path) -> bool:
     if isinstance(node, ast.FunctionDef) and node.name == "get_config":
       return len(node.args.args) == 1 and not node.args.kwonlyargs
   return False
-
-
-def config_values(argv: Sequence[str], flag: str) -> list[str]:
-  """Returns the value of each `--FLAG=` that names a config."""
-  return [value for given, value in _values(argv, flag) if given == flag]
 
 
 def load(flag: str, value: str) -> ConfigDict:
@@ -226,94 +243,11 @@ def _module(flag: str, value: str):
     raise ValueError(f"--{flag}={value}: {path} cannot be imported: {why}") from error
 
 
-def _values(argv: Sequence[str], flag: str) -> Iterator[tuple[str, str]]:
-  """Yields (flag's full name, value) of `--flag=value` and `--flag value`, nested keys included."""
-  for position, word in enumerate(argv):
-    given, equals, value = word.lstrip("-").partition("=")
-    if word.startswith("-") and (given == flag or given.startswith(flag + ".")):
-      following = argv[position + 1] if position + 1 < len(argv) else ""
-      yield given, value if equals else following
-
-
-def _check_overrides(argv: list[str], flag: str) -> None:
-  """Raises for the first override of an unknown key, or with a value of the wrong type."""
-  given = list(_values(argv, flag))
-  files = [value for name, value in given if name == flag]
-  if not files:
-    return
-  config = load(flag, files[-1])
-  known = {dotted: section.get_type(key) for dotted, section, key in keys(config)}
-  for full, value in given:
-    key = full.removeprefix(flag).removeprefix(".")
-    if not key:
-      continue
-    if key not in known and any(other.startswith(key + ".") for other in known):
-      raise ValueError(f"--{full}={value}: {key} is a section; set one of its keys")
-    if key not in known:
-      raise ValueError(f"--{full}={value}: unknown config key {key!r}{nearest(key, known)}")
-    wanted = KINDS.get(known[key])
-    if wanted and not wanted[0](value):
-      raise ValueError(f"--{full}={value}: {key} is {wanted[1]}, not {value!r}")
-
-
-def _is(convert: Callable[[str], object], text: str) -> bool:
-  try:
-    convert(text)
-  except ValueError:
-    return False
-  return True
-
-
-# type of a key -> (does a text fit it, how it is called)
-KINDS = {
-  int: (lambda text: _is(int, text), "a whole number"),
-  float: (lambda text: _is(float, text), "a number"),
-  bool: (lambda text: text.lower() in ("true", "false", "1", "0"), "true or false"),
-}
-
-
-def _check_types(argv: list[str]) -> None:
-  """Raises for the first flag, other than configs, with a value of the wrong type."""
-  names = {"int": int, "float": float, "bool": bool}
-  for full, flag in ((name, flags.FLAGS[name]) for name in flags.FLAGS):
-    fits, called = KINDS.get(names.get(flag.flag_type()), (None, ""))
-    for given, value in _values(argv, full) if fits else ():
-      bare = flag.boolean and f"--{full}" in argv
-      if given == full and not bare and not fits(value):
-        raise ValueError(f"--{full}={value}: --{full} is {called}, not {value!r}")
-
-
-def _with_underscores(word: str) -> str:
-  """Returns `--accept_changes=x` for `--accept-changes=x`: people write flags both ways."""
-  given, equals, value = word.partition("=")
-  return given[:2] + given[2:].replace("-", "_") + equals + value if given[:2] == "--" else word
-
-
-def _with_whole_number(word: str, whole: Collection[str]) -> str:
-  """Returns `--config.training.steps=1000` for `--config.training.steps=1e3`.
-
-  Args:
-    word: of a command line.
-    whole: the flags whose values are whole numbers.
-  """
-  given, _, value = word.partition("=")
-  number = float(value) if re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d{1,2}", value) else 0.5
-  is_whole = given.lstrip("-") in whole and number.is_integer()
-  return f"{given}={number:.0f}" if is_whole else word
-
-
-def _unknown_flag(error: flags.UnrecognizedFlagError) -> str:
-  name = error.flagname
+def unknown_flag(name: str) -> str:
+  """Returns the refusal of a flag that there is not, with the nearest flag or config key."""
   settings = [key for key, _, _ in keys(base.get_config())]
   if (key := closest(name, settings)) and (name == key or "." in name or key in elsewhere(name)):
     hint = f"; did you mean '--config.{key}'?"
   else:
     hint = nearest(name, [flag for flag in flags.FLAGS if not flag.startswith("test_")])
   return f"unknown flag --{name}{hint}; --help lists all"
-
-
-def _root(error: BaseException) -> str:
-  """Returns the message of the exception that began it, not of those that wrapped it."""
-  while error.__cause__ is not None or error.__context__ is not None:
-    error = error.__cause__ or error.__context__
-  return str(error)

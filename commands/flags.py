@@ -1,13 +1,13 @@
 """Every flag, and the verbs that take it."""
 
+import functools
 import pathlib
-import re
 import shlex
 import sys
+from typing import Any
 
 from absl import flags
 from etils import epath
-from ml_collections import config_flags
 
 from commands import config_flag, words
 from commands.refusal import refuse
@@ -18,10 +18,10 @@ from runtime.printable import printable
 _MOST_PROMPTS = 2**24  # bytes of a file with prompts
 
 # Flag -> the verbs that take it; of the other flags, all do.
-OWNERS: list[tuple[flags.FlagHolder, tuple[str, ...]]] = []
+OWNERS: list[tuple[Any, tuple[str, ...]]] = []
 
 
-def _of(verbs: str, flag: flags.FlagHolder) -> flags.FlagHolder:
+def _of(verbs: str, flag: Any) -> Any:
   """Notes the verbs that take a flag, and returns it."""
   OWNERS.append((flag, tuple(verbs.split())))
   return flag
@@ -34,13 +34,35 @@ class _SwitchOrFile(flags.ArgumentParser):
     return {"true": True, "false": False}.get(argument, argument)
 
 
+class _Typed(flags.ArgumentParser):
+  """Reads a value as that of a config key is read, with the same errors."""
+
+  def __init__(self, kind: type):
+    self._kind = kind
+
+  def parse(self, argument: object) -> object:
+    if not isinstance(argument, str):
+      return argument
+    try:
+      return config_flag.parsed(self._kind, argument)
+    except ValueError as error:
+      raise ValueError(f"it is {error}, not {argument!r}") from error
+
+
+def _typed_flag(kind: type, name: str, default: object, text: str) -> flags.FlagHolder:
+  switch = {"boolean": True} if kind is bool else {}
+  return flags.DEFINE(_Typed(kind), name, default, text, **switch)
+
+
 _text, _texts, _list = flags.DEFINE_string, flags.DEFINE_multi_string, flags.DEFINE_list
-_number, _bool, _config = flags.DEFINE_integer, flags.DEFINE_bool, config_flags.DEFINE_config_file
+_number, _float, _bool = (functools.partial(_typed_flag, kind) for kind in (int, float, bool))
 _OF_RUNS = "train evaluate sample export layout compare plan search doctor report replay"
 
 CONFIG = _of(
   " ".join(name for name, verb in VERBS.items() if verb.config != "none"),
-  _config("config", None, "Config file, optionally with a recipe: configs/dp8.py:mlp."),
+  config_flag.ConfigFlag(
+    _text("config", None, "Config file, optionally with a recipe: configs/dp8.py:mlp.")
+  ),
 )
 WORKDIR = _of(_OF_RUNS, _text("workdir", None, "Where the run is kept; runs/CONFIG_RECIPE."))
 SIMULATE = _bool("simulate", False, "Use simulated CPU devices even if there is a GPU or TPU.")
@@ -68,10 +90,7 @@ DTYPE = _of(
   _text("dtype", None, "Of the weights; that of the model they came from, or the parameters'."),
 )
 HTML = _of("layout report check", _text("html", None, "The file for the page."))
-AGAINST = _of(
-  "layout compare",
-  _config("against", None, "The other config."),
-)
+AGAINST = _of("layout compare", config_flag.ConfigFlag(_text("against", None, "The other config.")))
 SET = _of("compare", _texts("set", [], "key=value for both configs; repeatable."))
 WIDTHS = _of(
   "coordcheck",
@@ -113,9 +132,9 @@ CHAPTER = _of("tour", _text("chapter", None, "One chapter instead of all."))
 PROMPT = _of("sample", _texts("prompt", [], "A text to continue; repeatable."))
 PROMPT_FILE = _of("sample", _text("prompt_file", None, "A file with a prompt per line."))
 MAX_NEW_TOKENS = _of("sample", _number("max_new_tokens", 64, "Tokens to generate, at most."))
-TEMPERATURE = _of("sample", flags.DEFINE_float("temperature", 0.8, "0 takes the likeliest token."))
+TEMPERATURE = _of("sample", _float("temperature", 0.8, "0 takes the likeliest token."))
 TOP_K = _of("sample", _number("top_k", 50, "Draw among the k likeliest; 0 is off."))
-TOP_P = _of("sample", flags.DEFINE_float("top_p", 1.0, "Among the likeliest of this probability."))
+TOP_P = _of("sample", _float("top_p", 1.0, "Among the likeliest of this probability."))
 SEED = _of("sample", _number("seed", 0, "Seed of the draws."))
 STOP = _of("sample", _texts("stop", [], "A text that ends a row; repeatable."))
 CHAT = _of("sample", _bool("chat", False, "A conversation by the tokenizer's chat template."))
@@ -123,7 +142,6 @@ SYSTEM = _of("sample", _text("system", None, "With --chat: the system message.")
 SYSTEM_FILE = _of("sample", _text("system_file", None, "With --chat: the file of that message."))
 
 PATHS = (WORKDIR, CHECKPOINT, TASKS, TO, HTML, SVG, PROMPT_FILE, SYSTEM_FILE)
-_AGAINST = ("--against", "-against")
 # Which are the same on every process.
 _COMPARED = (CHECKPOINT, TASKS, ACCEPT, SIMULATE, TO, MERGE, DTYPE, WIDTHS, STEPS, STEP)
 _COMPARED += tuple(flag for flag, owners in OWNERS if owners == ("sample",))
@@ -193,28 +211,42 @@ def facts(verb: str) -> dict[str, object]:
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-  """Parses the flags; what absl and ml_collections raise is a refusal like any other."""
+  """Parses a command line; returns the program's name, the verb, if one is named, and its words.
+
+  A command line that asks for help, or is refused, ends the process.
+  """
   owners = {flag.name: verbs for flag, verbs in OWNERS}
   try:
     if words.asks_for_help(argv):
       from commands import help  # which a run does not need
 
-      help.show(help.text(words.as_flags(argv, owners, asks=True), owners))
+      help.show(help.text(words.read(argv[1:], owners, asks=True), owners))
       sys.exit(exit_codes.DONE)
     _typed[:] = argv[1:]
-    sys.argv = rewritten(argv)  # ml_collections reads it
-    return config_flag.parse(sys.argv, ("config", "against"))
+    return [argv[0], *parse(argv[1:])]
   except ValueError as error:
     sys.exit(refuse(error, debug="--debug" in argv))
 
 
-def rewritten(argv: list[str]) -> list[str]:
-  """Returns a command line as it is parsed: words and `--set` as flags, and with a config.
+def parse(given: list[str]) -> list[str]:
+  """Sets the flags by what follows the program's name; returns the verb and its words.
 
-  `--against` of `report` names no config: its value becomes a word.
+  Raises:
+    ValueError: an unknown word, flag or config key, a value of the wrong type, or a config that
+      cannot be loaded.
   """
-  if argv[1:2] == ["report"]:
-    argv = [re.sub(r"^--?against=", "", word) for word in argv if word not in _AGAINST]
-  argv = words.as_flags(argv, {flag.name: verbs for flag, verbs in OWNERS})
-  verb = argv[1] if argv[1:] and argv[1] in VERBS else "train"
-  return config_flag.with_settings(words.with_default(argv, verb), ("config", "against"))
+  line = words.read(given, {flag.name: verbs for flag, verbs in OWNERS})
+  words.add_default(line)
+  locations = [f"--{name}={location}" for name, location in line.configs.items()]
+  try:
+    flags.FLAGS(["main.py", *locations, *line.flags])
+  except flags.UnrecognizedFlagError as error:
+    raise ValueError(config_flag.unknown_flag(error.flagname)) from error
+  except flags.Error as error:
+    raise ValueError(str(error).removeprefix("flag ")) from error
+  config_flag.set_keys(SET.value)
+  of_both = [setting.partition("=")[::2] for setting in SET.value]
+  for flag in (CONFIG, AGAINST):
+    own = [(key, text) for name, key, text in line.settings if name == flag.name]
+    flag.read(line.configs.get(flag.name, ""), [*own, *of_both])
+  return [*([line.verb] if line.verb else []), *line.words]

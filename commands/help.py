@@ -14,7 +14,7 @@ from absl import flags
 
 from commands import config_flag
 from commands.verbs import VERBS
-from commands.words import HELP_WORDS
+from commands.words import HELP, HELP_WORDS, Line
 from configs import base
 from configs.keys import table
 from configs.keys.row import Key
@@ -27,46 +27,39 @@ WIDEST = 100
 _COMMAND = "python main.py"
 
 
-def text(argv: Sequence[str], owners: Mapping[str, Sequence[str]]) -> str:
+def text(line: Line, owners: Mapping[str, Sequence[str]]) -> str:
   """Returns the help: of all verbs, of one, of config keys, or of everything (`--helpfull`).
 
-  With a `--config` among the arguments, defaults are those of its recipe.
+  With a config among the arguments, defaults are those of its recipe.
 
   Args:
-    argv: the command line.
+    line: the command line.
     owners: flag -> the verbs that take it; of the other flags, all do.
 
   Raises:
     ValueError: the config cannot be loaded, or there is nothing of that name.
   """
-  topics = _topics(argv)
-  given = config_flag.config_values(argv, "config")
-  config = config_flag.load("config", given[-1]) if given else base.get_config()
+  location = line.configs.get("config")
+  config = config_flag.load("config", location) if location else base.get_config()
   recipe = dict(config_flag.leaves(recipes.base(config.argument)))
   values = {
     key: recipe.get(key) if value is None else value for key, value in config_flag.leaves(config)
   }
-  if "--helpfull" in argv:
+  if "--helpfull" in line.flags:
     verbs = (_of_verb(verb, owners) for verb in VERBS)
     return "\n\n".join([_overview(), *verbs, *_all_keys(values)])
-  if not topics:
+  if not (topics := _topics(line)):
     return _overview()
   return "\n\n".join(_of_topic(topic, owners, values) for topic in topics)
 
 
-def _topics(argv: Sequence[str]) -> list[str]:
+def _topics(line: Line) -> list[str]:
   """Returns what help is asked about: words, what follows `--help=`, and flags after `help`."""
-  begins = argv[1:2] == ["help"]
-  rest = list(argv[2:] if begins else argv[1:])
-  found = []
-  for before, word in zip(["", *rest], rest, strict=False):
-    if word.startswith("--help=") and word not in HELP_WORDS:
-      found.append(word.partition("=")[2])
-    elif before in ("--config", "-config") or word in (*HELP_WORDS, "help"):
-      continue
-    elif not word.startswith("-") or (begins and "=" not in word and word != "--config"):
-      found.append(word)
-  return list(dict.fromkeys(found))
+  found = [line.verb, *line.words]
+  for flag in line.flags:
+    if flag not in HELP_WORDS and (flag.startswith("--help=") or line.verb == HELP):
+      found.append(flag.removeprefix("--help="))
+  return [one for one in dict.fromkeys(found) if one not in ("", HELP, *HELP_WORDS)]
 
 
 # ------------------------------ what is shown ------------------------------

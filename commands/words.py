@@ -1,4 +1,4 @@
-"""The words of a command line: a verb, a config or a run, and `key=value`; they become flags.
+"""The words of a command line: a verb, a config or a run, `key=value`, and flags.
 
   python main.py [VERB] [CONFIG | RUN] [KEY=VALUE ...] [--FLAG=VALUE ...]
 
@@ -7,6 +7,7 @@ whose config is taken. A word is `key=value` if what is before its first `=` is 
 a folder of such a name is written `./lr=0.1`.
 """
 
+import dataclasses
 import os
 import re
 import sys
@@ -27,6 +28,7 @@ HELP = "help"
 HELP_WORDS = (
   *("-h", "-help", "--help", "-?", "--helpfull", "--helpshort", "--helpxml", "--help=true"),
 )
+CONFIGS = ("config", "against")  # flags that name a config
 DEFAULT = "configs/dp4_tp2.py:lm_bpe"  # the job of README and `make train`
 _MEANS_PATH = re.compile(r"[/:]|\.py$")
 _SETTING = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
@@ -40,66 +42,89 @@ def asks_for_help(argv: Sequence[str]) -> bool:
   return words[:1] == [HELP] or any(w in HELP_WORDS or w.startswith("--help=") for w in words)
 
 
-def as_flags(
-  argv: Sequence[str], owners: Mapping[str, Sequence[str]], *, asks: bool = False
-) -> list[str]:
-  """Returns a command line whose words are a verb and what that verb takes; the others are flags.
+@dataclasses.dataclass
+class Line:
+  """A command line, taken apart.
+
+  Attributes:
+    verb: "" where none is named.
+    configs: flag -> what names its config, of those that are given.
+    settings: (flag of a config, dotted key, value) of each override, in order.
+    flags: the others, as `--name=value` or `--name`.
+    words: what the verb takes besides, such as config keys.
+  """
+
+  verb: str = ""
+  configs: dict[str, str] = dataclasses.field(default_factory=dict)
+  settings: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
+  flags: list[str] = dataclasses.field(default_factory=list)
+  words: list[str] = dataclasses.field(default_factory=list)
+
+  def values(self, flag: str) -> list[str]:
+    """Returns the values of a flag that names no config."""
+    return [one.partition("=")[2] for one in self.flags if one.startswith(f"--{flag}=")]
+
+
+def read(given: Sequence[str], owners: Mapping[str, Sequence[str]], *, asks: bool = False) -> Line:
+  """Returns a command line, taken apart.
 
   Args:
-    argv: as given, with the program's name.
+    given: what follows the program's name.
     owners: flag -> the verbs that take it.
     asks: whether it asks for help, about whatever its words are.
 
   Raises:
-    ValueError: a word that is none of these, or two configs.
+    ValueError: a word that is no verb and nothing that it takes, or two configs.
   """
-  verb, found, places = "", [], []
-  for word, is_flag in joined(argv[1:], () if asks else flags.FLAGS):
+  line, places = Line(), []
+  for word, is_flag in joined(given, () if asks else flags.FLAGS):
+    of_verb = VERBS.get(line.verb, VERBS["train"])
     if is_flag:
-      found.append(_completed(word))
-    elif not verb and (word in VERBS or word == HELP):
-      verb = word
-    elif verb in VERBS and VERBS[verb].config == "none" and VERBS[verb].words:
-      found.append(word)
-    elif _SETTING.match(word) and VERBS.get(verb, VERBS["train"]).config != "none":
-      found.append(f"--config.{word}")
-    elif (verb == "config" or asks) and not (_MEANS_PATH.search(word) or run_folder(word)):
-      found.append(word)  # a config key
+      _add_flag(line, word)
+    elif not line.verb and (word in VERBS or word == HELP):
+      line.verb = word
+    elif of_verb.config == "none" and of_verb.words:
+      line.words.append(word)
+    elif _SETTING.match(word) and of_verb.config != "none":
+      key, _, value = word.partition("=")
+      line.settings.append(("config", key, value))
+    elif (line.verb == "config" or asks) and not (_MEANS_PATH.search(word) or run_folder(word)):
+      line.words.append(word)  # a config key
     elif word not in VERBS and (place := _place(word)):
-      places.append(place)
+      places.append((word, place))
     elif asks:
-      found.append(word)
+      line.words.append(word)
     else:
-      raise ValueError(_unknown(word, verb))
-  found = [*_of_places(places, found, verb or "train", owners), *found]
-  # Keys are parsed as those of the config that is before them.
-  found.sort(key=lambda word: not re.match(r"--?(config|against)=", word))
-  return [argv[0], *([verb] if verb else []), *found]
+      raise ValueError(_unknown(word, line.verb))
+  _add_places(line, places, owners)
+  return line
 
 
-def with_default(argv: list[str], verb: str) -> list[str]:
-  """Returns a command line with a config: without one, that of the run it names, or the default.
+def add_default(line: Line) -> None:
+  """Gives a command line a config: where it has none, that of the run it names, or the default.
 
   The default is announced on standard error.
 
   Raises:
     ValueError: --checkpoint is no run's, so that its config is not known.
   """
-  if VERBS[verb].config != "required" or _given(argv, "config"):
-    return argv
+  if VERBS[line.verb or "train"].config != "required" or "config" in line.configs:
+    return
   for flag in ("checkpoint", "workdir"):
-    for value in _given(argv, flag):
+    for value in line.values(flag):
       if folder := run_folder(value):
-        more = [] if _given(argv, "workdir") else [f"--workdir={folder}"]
-        return [argv[0], f"--config={config_flag.of_run(folder)}", *argv[1:], *more]
+        line.configs["config"] = config_flag.of_run(folder)
+        if not line.values("workdir"):
+          line.flags.append(f"--workdir={folder}")
+        return
       if flag == "checkpoint":
         raise ValueError(
           f"no config, and --checkpoint={value} is no run's, whose config would be taken; give "
           f"--config=FILE"
         )
   print(f"config: {DEFAULT}, since none is given", file=sys.stderr, flush=True)
-  path = DEFAULT if os.path.isfile(DEFAULT.partition(":")[0]) else config_flag.ROOT / DEFAULT
-  return [argv[0], f"--config={path}", *argv[1:]]
+  here = os.path.isfile(DEFAULT.partition(":")[0])
+  line.configs["config"] = DEFAULT if here else str(config_flag.ROOT / DEFAULT)
 
 
 def run_folder(text: str) -> str | None:
@@ -130,27 +155,30 @@ def joined(words: Sequence[str], known: Iterable[str]) -> Iterator[tuple[str, bo
   """
   rest = iter(words)
   for word in rest:
-    name, equals, _ = word.lstrip("-").replace("-", "_").partition("=")
-    of_key = name.partition(".")[0] in ("config", "against")
+    name, equals, value = word.lstrip("-").partition("=")
+    name = name.replace("-", "_")  # people write flags both ways
+    of_key = name.partition(".")[0] in CONFIGS
     takes = not equals and (of_key or (name in known and not flags.FLAGS[name].boolean))
     if not word.startswith("-") or word == "-":
       yield word, False
-    elif takes and (value := next(rest, None)) is not None:
-      yield f"{word}={value}", True
+    elif takes and (following := next(rest, None)) is not None:
+      yield f"--{name}={following}", True
     else:
-      yield word, True
+      yield f"--{name}{equals}{value}", True
 
 
-def _completed(flag: str) -> str:
-  """Returns `--config=FILE.py:RECIPE` for `--config=FILE:RECIPE`; other flags as they are."""
-  name, equals, value = flag.partition("=")
-  if not equals or name.lstrip("-") not in ("config", "against"):
-    return flag
-  if path := _config_file(value):
-    return f"{name}={path}"
-  if name.lstrip("-") == "against" and (folder := run_folder(value)):
-    return f"{name}={config_flag.of_run(folder)}"
-  return flag
+def _add_flag(line: Line, flag: str) -> None:
+  name, equals, value = flag[2:].partition("=")
+  of, dot, key = name.partition(".")
+  if name == "against" and line.verb == "report":
+    line.words.append(value)  # a run
+  elif name in CONFIGS and equals:
+    folder = run_folder(value) if name == "against" and not _config_file(value) else None
+    line.configs[name] = config_flag.of_run(folder) if folder else _config_file(value) or value
+  elif of in CONFIGS and dot and equals:
+    line.settings.append((of, key, value))
+  else:
+    line.flags.append(flag)
 
 
 def _config_file(text: str) -> str | None:
@@ -162,49 +190,36 @@ def _config_file(text: str) -> str | None:
   return None
 
 
-def _place(word: str) -> tuple[str, str] | None:
-  """Returns (word, its config) of a config file or a run; None for neither."""
+def _place(word: str) -> str | None:
+  """Returns what names the config of a file or a run; None for neither."""
   if config := _config_file(word):
-    return word, config
-  if folder := run_folder(word):
-    return word, config_flag.of_run(folder)
-  return None
+    return config
+  return config_flag.of_run(folder) if (folder := run_folder(word)) else None
 
 
-def _of_places(
-  places: Sequence[tuple[str, str]],
-  others: Sequence[str],
-  verb: str,
-  owners: Mapping[str, Sequence[str]],
-) -> list[str]:
-  """Returns the flags for configs and runs.
+def _add_places(
+  line: Line, places: Sequence[tuple[str, str]], owners: Mapping[str, Sequence[str]]
+) -> None:
+  """Adds the configs and runs that are named by words, each with what names its config.
 
   Raises:
     ValueError: there are more than the verb takes, or a checkpoint for a verb that reads none.
   """
-  found = []
-  names = ["config", *(["against"] if verb in owners["against"] else [])]
+  verb = line.verb or "train"
   for word, config in places:
-    free = [name for name in names if not _given([*found, *others], name)]
-    if not free:
-      raise ValueError(_two_configs(word, config, _given([*found, *others], "config")[0], verb))
-    found.append(f"--{free[0]}={config}")
+    flag = "against" if "config" in line.configs and verb in owners["against"] else "config"
+    if flag in line.configs:
+      raise ValueError(_two_configs(word, config, line.configs["config"], verb))
+    line.configs[flag] = config
     folder = config_flag.run_in(config)
     if not folder:
       continue
     if epath.Path(word) != epath.Path(folder):
-      if verb not in owners["checkpoint"] or free[0] != "config":
+      if verb not in owners["checkpoint"] or flag != "config":
         raise ValueError(f"{word}: {verb} takes a run, not one of its checkpoints; give {folder}")
-      found.append(f"--checkpoint={word}")
-    if free[0] == "config" and verb in owners["workdir"] and not _given(others, "workdir"):
-      found.append(f"--workdir={folder}")
-  return found
-
-
-def _given(argv: Sequence[str], flag: str) -> list[str]:
-  """Returns the values of `--FLAG=`."""
-  pairs = (word.lstrip("-").partition("=") for word in argv if word.startswith("-"))
-  return [value for name, equals, value in pairs if equals and name == flag]
+      line.flags.append(f"--checkpoint={word}")
+    if flag == "config" and verb in owners["workdir"] and not line.values("workdir"):
+      line.flags.append(f"--workdir={folder}")
 
 
 # ------------------------------ what is refused ------------------------------

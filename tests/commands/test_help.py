@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from commands import flags, help
+from commands import flags, help, words
 from commands.verbs import VERBS
 from tests.helpers.terminals import ROOT
 
 OWNERS = {flag.name: owners for flag, owners in flags.OWNERS}
 
 
-def text(*words):
-  return help.text(["main.py", *words], OWNERS)
+def text(*given):
+  return help.text(words.read(given, OWNERS, asks=True), OWNERS)
 
 
 @pytest.fixture(autouse=True)

@@ -68,9 +68,12 @@ REFUSALS = {
   ),
   "a flag of another type": (
     ["sample", DP8, "--seed=x"],
-    ["--seed=x: --seed is a whole number, not 'x'"],
+    ["--seed=x: it is a whole number, not 'x'"],
   ),
-  "a flag that is true or false": ([DP8, "--simulate=3"], ["--simulate is true or false, not '3'"]),
+  "a flag that is true or false": (
+    [DP8, "--simulate=3"],
+    ["--simulate=3: it is true or false, not '3'"],
+  ),
   "a key without --config": (
     [DP8, "--training.steps=10"],
     ["unknown flag --training.steps; did you mean '--config.training.steps'?"],

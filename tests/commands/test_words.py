@@ -28,12 +28,15 @@ def rewritten(tmp_path, monkeypatch):
   (tmp_path / "layout").mkdir()
   monkeypatch.chdir(tmp_path)
 
-  def run(line, **more):
-    argv = words.as_flags(["main.py", *line.split()], OWNERS, **more)
-    assert argv.pop(0) == "main.py"
-    return " ".join(argv).replace(config_flag.of_run(""), "RUN:")
+  return lambda line, **more: shown(words.read(line.split(), OWNERS, **more))
 
-  return run
+
+def shown(line):
+  """Returns a command line with its words as flags, configs first."""
+  configs = [f"--{flag}={config}" for flag, config in sorted(line.configs.items(), reverse=True)]
+  keys = [f"--{flag}.{key}={value}" for flag, key, value in line.settings]
+  parts = [line.verb, *configs, *line.flags, *keys, *line.words]
+  return " ".join(filter(None, parts)).replace(config_flag.of_run(""), "RUN:")
 
 
 A = "--config=RUN:runs/a --workdir=runs/a"
@@ -55,11 +58,14 @@ A = "--config=RUN:runs/a --workdir=runs/a"
     ("runs/a training.steps=9", f"{A} --config.training.steps=9"),
     ("runs/c", "--config=runs/c.py"),  # the folder beside it is no run's
     ("train runs/a/ --workdir=new", "train --config=RUN:runs/a --workdir=new"),
-    ("sample runs/a --prompt training.steps=9", f"sample {A} --prompt=training.steps=9"),
-    ("evaluate --simulate runs/b", "evaluate --config=RUN:runs/b --workdir=runs/b --simulate"),
+    (
+      "sample runs/a --prompt training.steps=9",
+      "sample --config=RUN:runs/a --prompt=training.steps=9 --workdir=runs/a",
+    ),
+    ("evaluate --simulate runs/b", "evaluate --config=RUN:runs/b --simulate --workdir=runs/b"),
     (
       "export runs/a/checkpoints/4 --to=x",
-      "export --config=RUN:runs/a --checkpoint=runs/a/checkpoints/4 --workdir=runs/a --to=x",
+      "export --config=RUN:runs/a --to=x --checkpoint=runs/a/checkpoints/4 --workdir=runs/a",
     ),
     ("config seed runs/a training", "config --config=RUN:runs/a seed training"),
     ("config seed mine", "config --config=RUN:mine seed"),
@@ -77,7 +83,7 @@ def test_words_become_flags(rewritten, line, wanted):
 
 def test_help_is_about_any_word(rewritten):
   assert rewritten("help ./dp8 training", asks=True) == "help --config=./dp8.py training"
-  assert rewritten("runs/none trian --help", asks=True) == "runs/none trian --help"
+  assert rewritten("runs/none trian --help", asks=True) == "--help runs/none trian"
 
 
 @pytest.mark.parametrize(
@@ -111,17 +117,17 @@ def test_refusals_say_what_to_do(rewritten, line, said):
 
 def test_without_a_config_it_is_the_runs_or_the_one_of_the_readme(rewritten, monkeypatch, capsys):
   def of(line):
-    argv = words.with_default(["main.py", *line.split()], line.split()[0])
-    return " ".join(argv[1:]).replace(config_flag.of_run(""), "RUN:")
+    words.add_default(found := words.read(line.split(), OWNERS))
+    return shown(found)
 
   assert of("sample --checkpoint=runs/a/4") == (
-    "--config=RUN:runs/a sample --checkpoint=runs/a/4 --workdir=runs/a"
+    "sample --config=RUN:runs/a --checkpoint=runs/a/4 --workdir=runs/a"
   )
-  assert of("train --workdir=runs/a") == "--config=RUN:runs/a train --workdir=runs/a"
+  assert of("train --workdir=runs/a") == "train --config=RUN:runs/a --workdir=runs/a"
   assert of("doctor") == "doctor"
   assert capsys.readouterr().err == ""
   default = f"--config={ROOT}/{words.DEFAULT}"
-  assert of("train --workdir=runs/new") == f"{default} train --workdir=runs/new"
+  assert of("train --workdir=runs/new") == f"train {default} --workdir=runs/new"
   assert capsys.readouterr().err == f"config: {words.DEFAULT}, since none is given\n"
 
 
@@ -134,9 +140,6 @@ def test_without_a_config_it_is_the_runs_or_the_one_of_the_readme(rewritten, mon
     ("configs/experiments/shakespeare_char.py:gpt", "model=lm,data=text", "shakespeare_char_gpt"),
   ],
 )
-def test_the_default_workdir_is_named_by_the_file_and_what_was_asked_of_it(
-  monkeypatch, config, recipe, wanted
-):
-  monkeypatch.setattr("sys.argv", ["main.py", f"--config={config}"])
-  flag = types.SimpleNamespace(name="config", value=types.SimpleNamespace(argument=recipe))
+def test_the_default_workdir_is_named_by_the_file_and_what_was_asked_of_it(config, recipe, wanted):
+  flag = types.SimpleNamespace(location=config, value=types.SimpleNamespace(argument=recipe))
   assert config_flag.name(flag) == wanted

@@ -18,7 +18,7 @@ import sys
 
 from absl import flags as absl_flags
 
-from commands import config_flag, flags, words
+from commands import flags, words
 from configs import base
 from configs.schema import finalize, validate
 from training import workdir_files
@@ -38,8 +38,7 @@ def wrong(arguments: list[str], run: str) -> str:
   if words.asks_for_help(["main.py", *arguments]):
     return ""
   try:
-    sys.argv = flags.rewritten(["main.py", *arguments])
-    verb = flags.chosen_verb(config_flag.parse(sys.argv, ("config", "against"))[1:])
+    verb = flags.chosen_verb(flags.parse(arguments))
     for flag in (flags.CONFIG, flags.AGAINST):
       # The mesh of a plan belongs to its topology, of which nothing is here.
       if flag.value is not None and verb != "plan":

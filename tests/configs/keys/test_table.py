@@ -2,7 +2,7 @@
 
 import pytest
 
-from commands import completion, config_flag, help
+from commands import completion, config_flag, help, words
 from configs import base
 from configs.keys import table
 from configs.keys.row import MAY_CHANGE, Key, Required, Unset
@@ -83,8 +83,8 @@ def test_a_key_is_one_row(monkeypatch):
     **{"unit": "layers", "least": 1, "resume": MAY_CHANGE, "needs": "model.window"},
   )
   monkeypatch.setitem(table.SECTIONS["training"], "layer_group", row)
-  words = Key("in_turn", "how", choices=("in_turn", "at_once"), readers=("decoder",))
-  monkeypatch.setitem(table.SECTIONS["training"], "layer_order", words)
+  order = Key("in_turn", "how", choices=("in_turn", "at_once"), readers=("decoder",))
+  monkeypatch.setitem(table.SECTIONS["training"], "layer_order", order)
   assert finalized("lm").training.layer_group == 2
   for keys, said in (
     ("model.window=8 training.layer_group=0", "training.layer_group=0: at least 1"),
@@ -100,7 +100,7 @@ def test_a_key_is_one_row(monkeypatch):
   assert "the model mlp does not use it; leave it at 'in_turn'" in line
   checked("model.window=8 training.layer_group=3 training.layer_order=at_once", "lm")
   assert table.resume_class("training.layer_group") == MAY_CHANGE
-  shown = help.text(["main.py", "help", "training.layer_g"], {})
+  shown = help.text(words.Line(verb="help", words=["training.layer_g"]), {})
   assert "--config.training.layer_group=2\n      layers that are computed together" in shown
   known = completion.index()["keys"]["lm"]
   assert known["training.layer_order"] == [["in_turn", "at_once"], "how"]
