@@ -20,7 +20,7 @@ from planning.step_time import Sent
 from planning.topology import Topology, most_chips
 from planning.traced_step import OfTheLayers
 from runtime import rematerialization
-from training.gradients import GATHER
+from training.microbatches import GATHER
 from training.setup import Job
 
 MOST = 3  # pieces of advice

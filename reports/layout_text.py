@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from etils import epy
 from jax.sharding import Mesh, NamedSharding
 from rich import box
 from rich.table import Table
@@ -25,12 +26,15 @@ from partitioning.rules import (
 )
 from reports import drawings
 from runtime.rematerialization import OFFLOAD, RECOMPUTE, SAVE
-from training import compiler_options, gradients, named_activations
+from training import compiler_options, named_activations
 from training.named_activations import Named
 from training.optimizers.build import matrix_groups
 from training.optimizers.spec import optimizer_spec
 from training.setup import Job
 from training.step import Program
+
+with epy.lazy_imports():  # of steps with several microbatches
+  from training import microbatches
 
 # What becomes of an activation's bytes, by its choice.
 CHOICES = {
@@ -164,9 +168,9 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     lines.append(pipeline_picture.text(schedule, job.config.model.layers, picture=whole))
   if reduced := reduction_text(job.program, sizes):
     lines.append(reduced)
-  given = job.program.spec, sizes, job.placements["parameters"], job.program.trained
-  if gathers := gradients.gathering_text(*given, job.program.gathered):
-    lines.append(gathers)
+  if job.program.pipeline:
+    given = job.program.spec, sizes, job.placements["parameters"], job.program.trained
+    lines += filter(None, [microbatches.gathering_text(*given, job.program.gathered)])
   lines.append(
     f"{counts_text(*job.parameter_counts())}; with optimizer state "
     f"{rules.size_text(per_device)} per device, "
@@ -187,9 +191,10 @@ def job_text(job: Job, *, whole: bool = True) -> str:
 
 def reduction_text(program: Program, sizes: Mapping[str, int]) -> str:
   """Returns how the gradients of several microbatches are reduced; "" of one microbatch."""
-  return gradients.reduction_text(
-    *(program.spec, sizes, program.reduce_once_over), gathered=program.gathered is not None
-  )
+  if (count := program.spec.microbatches_on(sizes)) == 1:
+    return ""
+  gathered = program.gathered is not None
+  return microbatches.reduction_text(count, program.reduce_once_over, gathered=gathered)
 
 
 def counts_text(total: int, active: int) -> str:

@@ -35,6 +35,7 @@ NUMERICS = (
   "training/splits.py",  # seeds and splits
   "training/averages.py",
   "training/gradients.py",  # the order of sums
+  "training/microbatches.py",  # likewise
   "training/optimizer.py",
   "training/optimizers",
   "training/schedules.py",

@@ -38,7 +38,7 @@ OPTIONAL = {
   "models.latent_attention",
   "partitioning.parallel.expert_exchange",
   "partitioning.parallel.pipeline",
-  *("commands.run_report", "training.base_parameters", "training.parity"),
+  *("commands.run_report", "training.base_parameters", "training.microbatches", "training.parity"),
   *("input_pipeline.tfds", "input_pipeline.mixture", "input_pipeline.text.preparation"),
   *("input_pipeline.text.worker", "input_pipeline.text.documents"),
   *("input_pipeline.text.conversations", "input_pipeline.text.chat_documents"),

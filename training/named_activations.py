@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 
 from partitioning.rules import resolve, shard_shape
 from runtime import rematerialization
-from training import gradients
 from training.setup import Job
 
 
@@ -57,7 +56,7 @@ def of_job(job: Job) -> list[Named]:
     return []
   choices = rematerialization.parse(config.training.rematerialization, names).by_name
   itemsize = np.dtype(config.training.compute_dtype).itemsize
-  rows = config.data.global_batch_size // gradients.microbatches(job.program.spec, sizes)
+  rows = config.data.global_batch_size // job.program.spec.microbatches_on(sizes)
   layers = config.model.layers
   if schedule := job.program.pipeline:  # a device has those of one chunk of a stage at a time
     layers //= schedule.stages * schedule.chunks

@@ -26,13 +26,13 @@ from runtime import chips
 from runtime.devices import Devices, memory_bytes
 from training import compiler_options
 from training.checkpointing.consensus import Together
-from training.gradients import gathered_once, reduced_once_over, schedule_of
 from training.specs import BatchSpec, Resolved, resolve
 from training.state import State, merged, split
 from training.step import Program, make_program
 from training.tasks import DPO
 
-with epy.lazy_imports():
+with epy.lazy_imports():  # of steps with several microbatches, and state in the host's memory
+  from training import microbatches
   from training.optimizers import host_state
 
 
@@ -260,7 +260,9 @@ def prepare(config: ConfigDict, devices: Devices, choices: Sequence[Any] = ()) -
   check_matmul_dtype(resolved.step.matmul_dtype, chips.known(there[0]))
   mesh = make_mesh(devices.sizes, there, devices.slices)
   program = make_program(resolved)
-  program = dataclasses.replace(program, pipeline=schedule_of(program.spec, devices.sizes))
+  if devices.sizes["stage"] > 1:
+    pipeline = microbatches.schedule_of(program.spec, devices.sizes)
+    program = dataclasses.replace(program, pipeline=pipeline)
   state = program.abstract_state()
   layout = _check_layout(resolved, program, state, mesh)
   placements = layout.placements
@@ -288,15 +290,15 @@ def _sharded(
   spec, sizes = program.spec, devices.sizes
   placed = rules.shardings(params, parameters, mesh)
   specs = jax.tree.map(lambda sharding: sharding.spec, placed)
+  spread = jax.tree.map(lambda leaf, spec: rules.spread(spec, leaf.shape, sizes), params, specs)
+  program = dataclasses.replace(program, param_specs=specs, norm_specs=spread)
+  if not program.pipeline and spec.gradient_accumulation_steps == 1:
+    return program
   memory = _memory_of_device(devices) if program.pipeline else None
   return dataclasses.replace(
     program,
-    param_specs=specs,
-    gathered=gathered_once(spec, sizes, parameters, program.trained, memory),
-    reduce_once_over=reduced_once_over(spec, sizes, parameters, program.variables),
-    norm_specs=jax.tree.map(
-      lambda leaf, spec: rules.spread(spec, leaf.shape, sizes), params, specs
-    ),
+    gathered=microbatches.gathered_once(spec, sizes, parameters, program.trained, memory),
+    reduce_once_over=microbatches.reduced_once_over(spec, sizes, parameters, program.variables),
   )
 
 

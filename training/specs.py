@@ -50,6 +50,11 @@ class StepSpec:
   state_memory: str
   activations: Mapping[str, tuple[str, ...]]
 
+  def microbatches_on(self, sizes: Mapping[str, int]) -> int:
+    """Returns the microbatches of a step, those of a pipeline included; sizes are the mesh's."""
+    stages = sizes["stage"] if "stage" in sizes else 1
+    return self.gradient_accumulation_steps * (self.microbatches if stages > 1 else 1)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSpec:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +18,23 @@ from models.losses import Batch, Sums
 from models.spec import EXPERTS
 from partitioning.constraints import automatic_spec, on_one_device
 from partitioning.dtypes import advanced_history, is_history, wide_dtype
-from partitioning.parallel.manual_region import GatheredOnce, summed_over_batch_parts
-from partitioning.parallel.pipeline_schedule import Schedule
+from partitioning.parallel.manual_region import summed_over_batch_parts
 from partitioning.rules import letters_of, named_leaves, nested
 from training import gradients
-from training.gradients import Gradients, Pipelined
+from training.gradients import Gradients
 from training.optimizers.build import gradient_point, make_optimizer
 from training.schedules import learning_rate_schedule
 from training.specs import Resolved, StepSpec
 from training.state import State, merged, split, trainable
 from training.tasks import TASKS
 
-with epy.lazy_imports():  # for state in the host's memory, and parameters in bfloat16
+with epy.lazy_imports():  # of several microbatches, state on the host, parameters in bfloat16
+  from training import microbatches
   from training.optimizers import host_state, low_precision
+
+if TYPE_CHECKING:
+  from partitioning.parallel.manual_region import GatheredOnce
+  from partitioning.parallel.pipeline_schedule import Schedule
 
 # From (gradients, the optimizer's state, trained parameters) to (these, its state) after the step.
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -80,8 +84,8 @@ class Program:
   schedule: optax.Schedule
   param_specs: Any = None
   norm_specs: Any = None
-  pipeline: Schedule | None = None
-  gathered: GatheredOnce | None = None
+  pipeline: "Schedule | None" = None
+  gathered: "GatheredOnce | None" = None
   reduce_once_over: str | None = None
 
   def init(self, key: jax.Array, given: Any = None) -> State:
@@ -183,21 +187,23 @@ class Program:
     def of_microbatch(*given: Any) -> tuple[tuple[Any, Sums], Any]:
       (grads, means), variables = one(*given)
       found = self.laid_out(grads), means
-      return found if self.reduce_once_over is None else gradients.keep_apart(*found), variables
+      return found if self.reduce_once_over is None else microbatches.keep_apart(*found), variables
 
     found = gradients.accumulate(of_microbatch, self.spec.gradient_accumulation_steps)
     if self.gathered is not None:
-      return gradients.gather_once(found, self.gathered)
+      return microbatches.gather_once(found, self.gathered)
     if self.reduce_once_over is not None:  # each device has its own rows
       return functools.partial(summed_over_batch_parts, found, self.reduce_once_over)
     return found
 
-  def _pipelined(self, finish: Callable[[Sums], Sums] = lambda sums: sums) -> Pipelined:
+  def _pipelined(
+    self, finish: Callable[[Sums], Sums] = lambda sums: sums
+  ) -> "microbatches.Pipelined":
     """Returns the model's loss and gradients by the schedule of its stages."""
     residual = MODELS[self.spec.model].build.residual
     specs = None if self.param_specs is None else named_leaves(self.param_specs)
     given = self.spec, self.pipeline, self.module, residual
-    return Pipelined(*given, lambda name: self.stack(name) == "L", specs, finish)
+    return microbatches.Pipelined(*given, lambda name: self.stack(name) == "L", specs, finish)
 
   def laid_out(self, grads: Any) -> Any:
     """Returns gradients that are sharded as their parameters are; others of them as they were."""

@@ -10,7 +10,7 @@ from reports import layout_text
 from tests.helpers.jobs import make_job
 from tests.parity.comparison import ADAPTERS, MESHES, SEQUENCE_PARALLEL, ZERO_1, assert_equal, train
 from tests.parity.matrix import OF_SEQUENCE
-from training.gradients import reduced_once_over
+from training.microbatches import reduced_once_over
 
 MICROBATCHES = {"training.gradient_accumulation_steps": 2}
 SPLIT = {"partitioning.parameters.feedforward": ("tensor", "data")}
@@ -53,7 +53,7 @@ def test_a_registered_model_says_that_it_can(monkeypatch):
   class Registered:
     READS = ()
 
-  monkeypatch.setattr("training.gradients.extensions.registered", lambda what, name: Registered)
+  monkeypatch.setattr("training.microbatches.extensions.registered", lambda what, name: Registered)
   step = {"training.gradient_reduction": "step"}
   assert once("dp8", **MICROBATCHES) is None
   with pytest.raises(ValueError, match="mlp does not name it in its READS"):

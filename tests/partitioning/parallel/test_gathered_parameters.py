@@ -11,7 +11,7 @@ from reports import layout_text
 from runtime import collectives
 from tests.helpers.jobs import make_job
 from tests.parity.comparison import FEATURES, assert_equal, train
-from training import gradients
+from training import microbatches
 
 MESH = {"mesh.stage": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "model.layers": 4}
 TICK = {"training.pipeline_gather": "tick"}
@@ -73,16 +73,16 @@ def test_kernels_alone_are_gathered_in_the_compute_dtype():
 def test_auto_follows_the_memory():
   job = make_job("single", "lm", **MESH)
   given = job.program.spec, job.devices.sizes, job.placements["parameters"], job.program.trained
-  needed = gradients.bytes_needed(*given)
+  needed = microbatches.bytes_needed(*given)
   # Complete but for stage and tensor, in float32, each with its gradient.
   total = 0
   for one in job.placements["parameters"].values():
     parts = math.prod(2 if axis in str(one.spec) else 1 for axis in ("stage", "tensor"))
     total += 8 * math.prod(one.shape) // parts
   assert needed == total
-  assert gradients.gathered_once(*given, 4 * needed) is not None
-  assert gradients.gathered_once(*given, 4 * needed - 1) is None
-  assert gradients.gathered_once(*given, None) is None
+  assert microbatches.gathered_once(*given, 4 * needed) is not None
+  assert microbatches.gathered_once(*given, 4 * needed - 1) is None
+  assert microbatches.gathered_once(*given, None) is None
 
 
 def test_it_says_how_gradients_are_reduced():
