@@ -229,7 +229,7 @@ ENTROPY, ROUNDS, FULLEST = "router_entropy", "exchange_rounds", "fullest_pair"
 class RouterLinear(Linear):
   """The router's linear layer, with the bias by which DeepSeek-V3 balances the choice.
 
-  The bias is a parameter that no optimizer updates, see `training.step.ROUTER_BIAS`.
+  The bias is a parameter that no optimizer updates, see `training.state.ROUTER_BIAS`.
   """
 
   def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):

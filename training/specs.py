@@ -52,8 +52,8 @@ class StepSpec:
 
   def microbatches_on(self, sizes: Mapping[str, int]) -> int:
     """Returns the microbatches of a step, those of a pipeline included; sizes are the mesh's."""
-    stages = sizes["stage"] if "stage" in sizes else 1
-    return self.gradient_accumulation_steps * (self.microbatches if stages > 1 else 1)
+    of_pipeline = self.microbatches if sizes.get("stage", 1) > 1 else 1
+    return self.gradient_accumulation_steps * of_pipeline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

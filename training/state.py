@@ -7,9 +7,15 @@ from typing import Any
 
 import jax
 
+from models.spec import EXPERTS
 from runtime.suggest import most_similar
 
 _NEAR = 3  # names that a message suggests
+# The biases by which routers balance their experts: moved by the step, not by the optimizer. They
+# are parameters, so that they are placed, saved, imported and exported as these are; but they have
+# no gradient, no optimizer state and no weight decay, and are not in the gradient norm.
+# Source: arXiv:2408.15664 (auxiliary-loss-free load balancing).
+ROUTER_BIAS = f"{EXPERTS}/router/correction"
 
 
 @jax.tree_util.register_dataclass
@@ -32,14 +38,14 @@ class State:
 
 
 def trainable(patterns: Sequence[str], names: Sequence[str]) -> frozenset[str]:
-  """Returns the names of parameters that any of the patterns matches.
+  """Returns the names of parameters that any of the patterns matches, and an optimizer may update.
 
   Args:
     patterns: as in `fnmatch`; `*` matches `/` too.
     names: of all parameters.
 
   Raises:
-    ValueError: a pattern that matches nothing, or no patterns.
+    ValueError: a pattern that matches nothing, no patterns, or nothing but routers' biases.
   """
   wrong = [one for one in patterns if not fnmatch.filter(names, one)]
   if wrong or not patterns:
@@ -49,7 +55,14 @@ def trainable(patterns: Sequence[str], names: Sequence[str]) -> frozenset[str]:
     ]
     lines = lines or ["no parameter would be trained; ('*',) trains all"]
     raise ValueError("\n".join(f"training.trainable: {line}" for line in lines))
-  return frozenset(name for one in patterns for name in fnmatch.filter(names, one))
+  found = frozenset(name for one in patterns for name in fnmatch.filter(names, one))
+  if found == {ROUTER_BIAS}:
+    raise ValueError(
+      f"training.trainable selects only {ROUTER_BIAS}, which no optimizer updates: it moves by "
+      f"training.router_bias_rate, also where it is not selected; select a parameter that has "
+      f"gradients, such as {EXPERTS}/router/kernel"
+    )
+  return found - {ROUTER_BIAS}
 
 
 def split(tree: Any, chosen: Callable[[str], bool], prefix: str = "") -> tuple[Any, Any]:

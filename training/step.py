@@ -2,20 +2,19 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from etils import epy
-from flax import nnx, traverse_util
+from flax import nnx
 
 from models import MODELS, check_network, load_balance
 from models.layer_stack import STACKS
 from models.load_balance import COUNTS
 from models.losses import Batch, Sums
-from models.spec import EXPERTS
 from partitioning.constraints import automatic_spec, on_one_device
 from partitioning.dtypes import advanced_history, is_history, wide_dtype
 from partitioning.parallel.manual_region import summed_over_batch_parts
@@ -25,7 +24,7 @@ from training.gradients import Gradients
 from training.optimizers.build import gradient_point, make_optimizer
 from training.schedules import learning_rate_schedule
 from training.specs import Resolved, StepSpec
-from training.state import State, merged, split, trainable
+from training.state import ROUTER_BIAS, State, merged, split, trainable
 from training.tasks import TASKS
 
 with epy.lazy_imports():  # of several microbatches, state on the host, parameters in bfloat16
@@ -38,11 +37,6 @@ if TYPE_CHECKING:
 
 # From (gradients, the optimizer's state, trained parameters) to (these, its state) after the step.
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
-# The biases by which routers balance their experts: moved by the step, not by the optimizer. They
-# are parameters, so that they are placed, saved, imported and exported as these are; but they have
-# no gradient, no optimizer state and no weight decay, and are not in the gradient norm.
-# Source: arXiv:2408.15664 (auxiliary-loss-free load balancing).
-ROUTER_BIAS = f"{EXPERTS}/router/correction"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,7 +296,7 @@ def make_program(resolved: Resolved) -> Program:
   model = nnx.eval_shape(abstract)
   graphdef, params, _ = nnx.split(model, nnx.Param, ...)
   params = nnx.to_pure_dict(params)
-  trained = without_router_bias(trainable(spec.trainable, list(named_leaves(params))))
+  trained = trainable(spec.trainable, list(named_leaves(params)))
   params = jax.eval_shape(lambda params: _stored(params, trained, spec), params)
   keys, (updated, _) = resolved.optimizer, split(params, trained.__contains__)
   optimizer = make_optimizer(keys, jax.eval_shape(wide, updated))
@@ -337,12 +331,14 @@ def _stored(params: Any, trained: frozenset[str], spec: StepSpec) -> Any:
 
   The routers' biases are in float32 or wider: their steps are smaller than bfloat16 resolves.
   """
+  wide_of = wide_dtype(jnp.dtype(spec.parameter_dtype))
 
-  def stored(path: tuple[str, ...], x: jax.Array) -> jax.Array:
-    dtype = spec.parameter_dtype if "/".join(path) in trained else spec.frozen_dtype
-    return x.astype(wide_dtype(jnp.dtype(spec.parameter_dtype)) if is_router_bias(path) else dtype)
+  def dtype(name: str) -> Any:
+    if name == ROUTER_BIAS:
+      return wide_of
+    return spec.parameter_dtype if name in trained else spec.frozen_dtype
 
-  return traverse_util.path_aware_map(stored, params)
+  return nested({name: x.astype(dtype(name)) for name, x in named_leaves(params).items()})
 
 
 def wide(tree: Any) -> Any:
@@ -373,22 +369,6 @@ def _scaled(grads: Any, scale: jax.Array) -> Any:
   return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
 
 
-def without_router_bias(names: Iterable[str]) -> frozenset[str]:
-  """Returns the names of parameters that an optimizer may update, of those that are to be trained.
-
-  Raises:
-    ValueError: there are no others than the biases.
-  """
-  names = frozenset(names)
-  if names == {ROUTER_BIAS}:
-    raise ValueError(
-      f"training.trainable selects only {ROUTER_BIAS}, which no optimizer updates: it moves by "
-      f"training.router_bias_rate, also where it is not selected; select a parameter that has "
-      f"gradients, such as {EXPERTS}/router/kernel"
-    )
-  return names - {ROUTER_BIAS}
-
-
 def moved_router_bias(params: Any, means: Mapping[str, jax.Array], rate: float) -> Any:
   """Returns the parameters with the biases of the next step.
 
@@ -397,18 +377,11 @@ def moved_router_bias(params: Any, means: Mapping[str, jax.Array], rate: float) 
     means: of a step, with the experts' counts over the global batch.
     rate: by which they move; 0: they stay.
   """
-  if COUNTS not in means or not rate:
+  leaves = named_leaves(params)
+  if COUNTS not in means or not rate or ROUTER_BIAS not in leaves:
     return params
-
-  def moved(path: tuple[str, ...], x: jax.Array) -> jax.Array:
-    return load_balance.updated_bias(x, means[COUNTS], rate) if is_router_bias(path) else x
-
-  return traverse_util.path_aware_map(moved, params)
-
-
-def is_router_bias(path: tuple[str, ...]) -> bool:
-  """Returns whether a parameter, by the keys of its path, is a router's bias."""
-  return "/".join(path) == ROUTER_BIAS
+  moved = load_balance.updated_bias(leaves[ROUTER_BIAS], means[COUNTS], rate)
+  return nested({**leaves, ROUTER_BIAS: moved})
 
 
 def as_metrics(means: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

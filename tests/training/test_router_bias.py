@@ -13,7 +13,7 @@ from tests.training.checkpointing.states import moved
 from training import step as training_step
 from training.base_parameters import ParameterReader
 from training.restore import trained_part
-from training.step import ROUTER_BIAS
+from training.state import ROUTER_BIAS
 
 KEYS = {
   "model.experts": 4,
