@@ -164,24 +164,8 @@ def of_program(program: Any, mesh: Mesh, platform: str, constants: str = "") -> 
   return Prediction(
     topology.name,
     range_of(times.step, name, rates.spread),
-    tuple(_by_axes(times.sent)),
+    tuple(step_time.by_axes(times.sent)),
     peak,
     int(topology.chip.hbm_bytes),
     accuracy_of_times(name),
   )
-
-
-def _by_axes(sent: tuple[step_time.Sent, ...]) -> list[dict[str, Any]]:
-  """Returns the sums of the collectives of one kind along the same axes."""
-  sums: dict[tuple, dict[str, Any]] = {}
-  for one in sent:
-    axis = "+".join(one.axes)
-    row = sums.setdefault(
-      (axis, one.kind),
-      {"axis": axis, "kind": one.kind, "runs": 0, "bytes": 0, "seconds": 0.0, "exposed": 0.0},
-    )
-    row["runs"] += one.runs
-    row["bytes"] += one.bytes
-    row["seconds"] += one.seconds
-    row["exposed"] += one.exposed_seconds
-  return sorted(sums.values(), key=lambda row: -row["bytes"])

@@ -2,7 +2,8 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -139,6 +140,23 @@ class Sent:
   def bytes(self) -> int:
     """Returns the payload of all its runs, per device."""
     return self.runs * self.each
+
+
+def by_axes(sent: Iterable[Sent]) -> list[dict[str, Any]]:
+  """Returns the sums of the collectives of one kind along the same axes, the longest first.
+
+  Of each axis, kind, network, runs, bytes, seconds, and those that are exposed.
+  """
+  sums: dict[tuple, dict[str, Any]] = {}
+  for one in sent:
+    what = {"axis": "+".join(one.axes), "kind": one.kind, "network": one.wire.network}
+    zeros = {"runs": 0, "bytes": 0, "seconds": 0.0, "exposed": 0.0}
+    row = sums.setdefault((*what.values(),), what | zeros)
+    row["runs"] += one.runs
+    row["bytes"] += one.bytes
+    row["seconds"] += one.seconds
+    row["exposed"] += one.exposed_seconds
+  return sorted(sums.values(), key=lambda row: -row["seconds"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import dataclasses
 import io
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +15,7 @@ from rich.table import Table
 from partitioning.rules import size_text
 from planning import analytic, memory
 from planning.plan import Plan
+from planning.step_time import by_axes
 from planning.timeline import Bar, Gap, Layer, Timeline
 from reports import pipeline_picture
 from reports.html import memory_bar, render
@@ -29,10 +30,26 @@ TIMELINE_WIDTH, TIMELINE_LABEL = 76, 23  # of the rows, and of their names
 TIMELINE_LEGEND = (
   "█ bound by matmuls  ▒ by HBM  ▓ an inner loop  · waiting  ▄ sending  ▁ in part of it"
 )
-_COMPUTE = {"matmul": "█", "HBM": "▒", "loop": "▓", "wait": "·"}
+_KINDS = {"matmul": "matmul", "HBM": "memory", "loop": "inner"}  # what bounds compute -> of a bar
+_CHARACTERS = {"matmul": "█", "memory": "▒", "inner": "▓", "wait": "·"}
 _MARKED = 0.01  # of a layer: the least wait that gets a number
 _ROUNDING = 1e-6
 _PARTS = 0.02  # of its compute: the least part that is named
+
+
+def rows_of(layer: Layer) -> dict[str, list[tuple[Bar, str]]]:
+  """Returns what is computed and waited for, and what is sent: row -> (bar, its kind).
+
+  The text of a bar says what it is.
+  """
+
+  def said(bars: Sequence[Bar], text: str) -> list[Bar]:
+    return [dataclasses.replace(bar, text=text.format(bar.text)) for bar in bars]
+
+  kinds = [_KINDS[bar.text] for bar in layer.compute] + ["wait"] * len(layer.waits)
+  compute = said(layer.compute, "bound by {}") + said(layer.waits, "waits for {}")
+  sent = {name: [(bar, "sent") for bar in bars] for name, bars in layer.transfers.items()}
+  return {"compute": [*zip(compute, kinds, strict=True)], **sent}
 
 
 def lines(timeline: Timeline | None) -> Iterator[str]:
@@ -101,10 +118,8 @@ def _layer(layer: Layer) -> Iterator[str]:
   yield head(layer)
   if said := where(layer):
     yield f"  {said}"
-  waits = [Bar(one.begin, one.end, "wait") for one in layer.waits]
-  yield _row("compute", _computed([*layer.compute, *waits], layer.seconds))
-  for name, bars in layer.transfers.items():
-    yield _row(name, _sent(bars, layer.seconds))
+  for name, bars in rows_of(layer).items():
+    yield _row(name, _drawn(bars, layer.seconds))
   if numbers := _numbers(layer):
     yield _row("waiting, ms", numbers)
   if named := parts(layer):
@@ -116,31 +131,18 @@ def _row(name: str, cells: str) -> str:
   return f"  {name:<{TIMELINE_LABEL - 2}}{cells}".rstrip()
 
 
-def _shares(bars: Sequence[Bar], seconds: float) -> list[dict[str, float]]:
-  """Returns for each cell how long the bars of each text are in it."""
+def _drawn(bars: Sequence[tuple[Bar, str]], seconds: float) -> str:
+  """Returns a character for each cell: what takes most of it, or by how much of it is sent."""
   cells: list[dict[str, float]] = [{} for _ in range(TIMELINE_WIDTH)]
   each = seconds / TIMELINE_WIDTH
-  for bar in bars:
-    first, last = int(bar.begin / each), min(int(bar.end / each), TIMELINE_WIDTH - 1)
-    for at in range(first, last + 1):
+  for bar, kind in bars:
+    for at in range(int(bar.begin / each), min(int(bar.end / each), TIMELINE_WIDTH - 1) + 1):
       inside = min(bar.end, (at + 1) * each) - max(bar.begin, at * each)
       if inside > _ROUNDING * each:
-        cells[at][bar.text] = cells[at].get(bar.text, 0.0) + inside
-  return cells
-
-
-def _computed(bars: Sequence[Bar], seconds: float) -> str:
-  """Returns a character for each cell: what takes most of it."""
-  cells = _shares(bars, seconds)
-  return "".join(_COMPUTE[max(cell, key=cell.get)] if cell else " " for cell in cells)
-
-
-def _sent(bars: Sequence[Bar], seconds: float) -> str:
-  """Returns a character for each cell: by how much of it something is sent."""
-  one = [Bar(bar.begin, bar.end, "") for bar in bars]
-  cells = _shares(one, seconds)
-  half = seconds / TIMELINE_WIDTH / 2
-  return "".join(("▄" if sum(cell.values()) >= half else "▁") if cell else " " for cell in cells)
+        cells[at][kind] = cells[at].get(kind, 0.0) + inside
+  found = [max(cell.items(), key=lambda item: item[1], default=(" ", 0.0)) for cell in cells]
+  marks = {" ": " ", **_CHARACTERS}
+  return "".join(marks.get(kind, "▄" if part >= each / 2 else "▁") for kind, part in found)
 
 
 def _numbers(layer: Layer) -> str:
@@ -159,17 +161,24 @@ def _numbers(layer: Layer) -> str:
 # ------------------------------ the plan ------------------------------
 
 
-@dataclasses.dataclass
-class Row:
-  """All collectives of one kind over the same axes, in one step."""
+class PlanTable(NamedTuple):
+  """A table that the terminal and the page both show.
 
-  axis: str
-  kind: str
-  network: str
-  runs: int = 0
-  bytes: int = 0
-  seconds: float = 0.0
-  waited: float = 0.0
+  Attributes:
+    title: above it.
+    texts: heads of its columns of words, which come first.
+    numbers: heads of its columns of numbers.
+    rows: cells of both.
+    shares: of the longest, in percent, for each row: a bar on the page; () for none.
+    swatches: the first rows, which have the color of a part of the bar of memory.
+  """
+
+  title: str
+  texts: tuple[str, ...]
+  numbers: tuple[str, ...]
+  rows: Sequence[Sequence[str]]
+  shares: Sequence[float] = ()
+  swatches: int = 0
 
 
 def text(plan: Plan, *, width: int = 110) -> str:
@@ -179,11 +188,9 @@ def text(plan: Plan, *, width: int = 110) -> str:
   for line in [verdict(plan), *notes(plan), *(f"  {line}" for line in advice(plan))]:
     console.print(line, soft_wrap=True)
   console.print()
-  console.print(_memory(plan))
-  if plan.sent:
-    console.print(_collectives(plan))
-  if plan.host:
-    console.print(_host(plan))
+  for found in (memory_table(plan), collectives_table(plan), host_table(plan)):
+    if found.rows:
+      console.print(_in_terminal(found))
   if schedule := plan.job.program.pipeline:
     console.print(pipeline_picture.text(schedule, plan.job.config.model.layers), soft_wrap=True)
   for line in lines(plan.timeline) if plan.times else ():
@@ -252,51 +259,68 @@ def _without(plan: Plan) -> str:
   return f"{why}; all numbers are by formula. Accuracy: {plan.accuracy['memory']}"
 
 
-def _memory(plan: Plan) -> Table:
-  table = _table("memory per device", ("part",), ("at the peak", "at other times"))
+def memory_table(plan: Plan) -> PlanTable:
+  """Returns the parts of a device's memory, those at the peak first, and what they add up to."""
   at_peak = memory.at_peak(plan.memory)
-  for part, size in at_peak.items():
-    table.add_row(part, size_text(size))
-  table.add_row("peak, by formula: the sum", size_text(plan.memory_at_once))
-  for part, size in plan.memory.items():
-    if part not in at_peak:
-      table.add_row(part, "", size_text(size))
-  if plan.program:
-    table.add_row("peak, by the compiler", size_text(plan.peak_bytes))
-  for part, size in plan.host_memory.items():
-    table.add_row(f"in the host's memory: {part}", size_text(size))
+  rows = [(part, size_text(size), "") for part, size in at_peak.items()]
+  rows.append(("peak, by formula: the sum", size_text(plan.memory_at_once), ""))
+  others = ((part, size) for part, size in plan.memory.items() if part not in at_peak)
+  rows += [(part, "", size_text(size)) for part, size in others]
+  sums = {"peak, by the compiler": plan.peak_bytes} if plan.program else {}
+  sums |= {f"in the host's memory: {part}": size for part, size in plan.host_memory.items()}
   if plan.program and plan.program.host_bytes:
-    table.add_row("in the host's memory, by the compiler", size_text(plan.program.host_bytes))
-  return table
+    sums["in the host's memory, by the compiler"] = plan.program.host_bytes
+  rows += [(name, size_text(size), "") for name, size in sums.items()]
+  heads = ("at the peak", "at other times")
+  return PlanTable("memory per device", ("part",), heads, rows, swatches=len(at_peak))
 
 
-def sums(plan: Plan) -> list[Row]:
+def collectives_table(plan: Plan) -> PlanTable:
   """Returns the collectives of a step by axes and kind, those that take longest first."""
-  rows: dict[tuple[str, str, str], Row] = {}
-  for one in plan.sent:
-    key = "+".join(one.axes), one.kind, one.wire.network
-    row = rows.setdefault(key, Row(*key))
-    row.runs += one.runs
-    row.bytes += one.bytes
-    row.seconds += one.seconds
-    row.waited += one.exposed_seconds
-  return sorted(rows.values(), key=lambda row: -row.seconds)
+  found = by_axes(plan.sent)
+  rows = [
+    [
+      *(one["axis"], one["kind"], one["network"], f"{one['runs']:,}", size_text(one["bytes"])),
+      *map(_milliseconds, (one["seconds"], one["exposed"])),
+    ]
+    for one in found
+  ]
+  texts, numbers = ("axis", "kind", "over"), ("runs", "bytes", "ms", "exposed ms")
+  shares = _shares([one["seconds"] for one in found])
+  return PlanTable("collectives of a step", texts, numbers, rows, shares)
 
 
-def _collectives(plan: Plan) -> Table:
-  left, right = ("axis", "kind", "over"), ("runs", "bytes", "ms", "exposed ms")
-  table = _table("collectives of a step", left, right)
-  for row in sums(plan):
-    times = (f"{1e3 * value:,.1f}" for value in (row.seconds, row.waited))
-    table.add_row(row.axis, row.kind, row.network, f"{row.runs:,}", size_text(row.bytes), *times)
-  return table
+def host_table(plan: Plan) -> PlanTable:
+  """Returns the transfers to and from the host's memory."""
+  rows = [
+    [
+      *(one.direction, one.what or "all", size_text(one.bytes)),
+      *map(_milliseconds, (one.seconds, one.exposed_seconds)),
+    ]
+    for one in plan.host
+  ]
+  texts, numbers = ("direction", "arrays"), ("bytes", "ms", "exposed ms")
+  shares = _shares([one.seconds for one in plan.host])
+  return PlanTable("transfers of a step", texts, numbers, rows, shares)
 
 
-def _host(plan: Plan) -> Table:
-  table = _table("transfers of a step", ("direction", "arrays"), ("bytes", "ms", "exposed ms"))
-  for one in plan.host:
-    times = (f"{1e3 * value:,.1f}" for value in (one.seconds, one.exposed_seconds))
-    table.add_row(one.direction, one.what or "all", size_text(one.bytes), *times)
+def _milliseconds(seconds: float) -> str:
+  return f"{1e3 * seconds:,.1f}"
+
+
+def _shares(seconds: Sequence[float]) -> list[float]:
+  """Returns percents of the longest."""
+  most = max(seconds, default=0.0) or 1.0
+  return [100 * one / most for one in seconds]
+
+
+def _in_terminal(found: PlanTable) -> Table:
+  table = Table(title=found.title, title_justify="left", box=None, pad_edge=False)
+  for heads, justify in ((found.texts, "left"), (found.numbers, "right")):
+    for head in heads:
+      table.add_column(head, justify=justify)
+  for row in found.rows:
+    table.add_row(*row)
   return table
 
 
@@ -309,15 +333,6 @@ def host_line(plan: Plan) -> str:
     f"host memory: {size_text(size)} moved per step and device over {speed}, "
     f"{100 * share:.0f} % hidden (exposed {units.seconds(waited)})"
   )
-
-
-def _table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
-  table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-  for name in left:
-    table.add_column(name)
-  for name in right:
-    table.add_column(name, justify="right")
-  return table
 
 
 def terms(plan: Plan) -> dict[str, float]:
@@ -386,13 +401,13 @@ def time_lines(plan: Plan) -> list[str]:
 
 # ------------------------------ as a page ------------------------------
 
-KINDS = {"matmul": "matmul", "HBM": "memory", "loop": "inner"}  # of compute -> CSS class
 GAPS = 10  # of those waited for, how many are listed
 
 
 def html(plan: Plan, *, command: str = "") -> str:
   """Returns the page; `command` is the one that asked for it."""
   sides = [Side(plan.title, plan.job, (), plan.topology.name)]
+  limit, peak = plan.topology.chip.hbm_bytes, plan.peak_bytes if plan.program else None
   return render(
     "plan.html.j2",
     title=f"Plan: {plan.title} on {plan.topology.name}",
@@ -405,104 +420,61 @@ def html(plan: Plan, *, command: str = "") -> str:
     advice=[(size_text(one.bytes), one.overrides) for one in plan.advice.fitting],
     no_advice=[] if plan.advice.fitting else advice(plan),
     pipelines=pipelines(sides),
-    memory=_memory_parts(plan),
-    **_communication(plan),
-    host=_host_rows(plan),
+    bar=memory_bar(memory.at_peak(plan.memory), limit, peak),
+    tables={
+      "memory": memory_table(plan),
+      "collectives": collectives_table(plan),
+      "each": _each(plan),
+      "host": host_table(plan),
+      "gaps": _gaps(plan.timeline.gaps[:GAPS] if plan.timeline else ()),
+      "constants": _constants(plan),
+    },
     layers=[_layer_rows(one) for one in (plan.timeline.layers if plan.timeline else ())],
     no_layers=[*missing_lines(plan.timeline)],
-    gaps=[_gap(one) for one in (plan.timeline.gaps[:GAPS] if plan.timeline else ())],
     step=_step(plan) if plan.times else None,
     parameters=Arrays(sides).section("parameters"),
-    constants=_constants(plan),
     sources=SOURCES,
   )
 
 
-def _memory_parts(plan: Plan) -> dict[str, Any]:
-  """Returns the parts by formula, stacked against the limit, and the compiler's peak."""
-  limit, at_peak = plan.topology.chip.hbm_bytes, memory.at_peak(plan.memory)
-  sums = [("peak, by formula", size_text(plan.memory_at_once))]
-  if plan.program:
-    sums.append(("peak, by the compiler", size_text(plan.peak_bytes)))
-  sums += [(f"in the host's memory: {k}", size_text(size)) for k, size in plan.host_memory.items()]
-  shown = {name: size if name in at_peak else 0 for name, size in plan.memory.items()}
-  return {
-    "bar": memory_bar(shown, limit, plan.peak_bytes if plan.program else None),
-    "parts": [
-      {"name": name, "text": size_text(size), "at_peak": name in at_peak}
-      for name, size in plan.memory.items()
-    ],
-    "sums": [*sums, (f"memory of a device of {plan.topology.name}", size_text(int(limit)))],
-  }
-
-
-def _communication(plan: Plan) -> dict[str, list[dict[str, Any]]]:
-  """Returns the collectives by axes and kind, then each with its source line."""
-  totals = sums(plan)
-  most = max([row.seconds for row in totals], default=0) or 1
-  return {
-    "collectives": [
-      {
-        **{"axis": row.axis, "kind": row.kind, "network": row.network},
-        "numbers": [*_runs(row), units.seconds(row.waited)],
-        "percent": 100 * row.seconds / most,
-      }
-      for row in totals
-    ],
-    "each": [
-      {"axis": "+".join(one.axes), "kind": one.kind, "numbers": _runs(one), "source": one.source}
-      for one in sorted(plan.sent, key=lambda one: -one.seconds)
-    ],
-  }
-
-
-def _host_rows(plan: Plan) -> list[dict[str, Any]]:
-  """Returns the transfers to and from the host's memory."""
-  most = max([one.seconds for one in plan.host], default=0) or 1
-  return [
-    {
-      **{"direction": one.direction, "what": one.what or "all"},
-      "numbers": [
-        size_text(one.bytes),
-        *map(units.seconds, (one.seconds, one.exposed_seconds)),
-      ],
-      "percent": 100 * one.seconds / most,
-    }
-    for one in plan.host
+def _each(plan: Plan) -> PlanTable:
+  """Returns the collectives one by one, with the line of code that caused each."""
+  rows = [
+    [
+      *("+".join(one.axes), one.kind, one.source),
+      *(f"{one.runs:,}", size_text(one.bytes), _milliseconds(one.seconds)),
+    ]
+    for one in sorted(plan.sent, key=lambda one: -one.seconds)
   ]
+  return PlanTable("", ("axis", "kind", "caused by"), ("runs", "bytes", "ms"), rows)
+
+
+def _gaps(gaps: Sequence[Gap]) -> PlanTable:
+  rows = [
+    [f"{gap.what} {gap.when}".strip(), gap.line, f"{gap.runs:,}", units.seconds(gap.seconds)]
+    for gap in gaps
+  ]
+  texts = ("waits of a step, the most expensive first", "line of code")
+  return PlanTable("", texts, ("runs", "time"), rows)
+
+
+def _lane_bar(kind: str, begin: float, seconds: float, whole: float, title: str) -> dict[str, Any]:
+  """Returns a bar of a row, with its place in percent of the row."""
+  place = {"left": round(100 * begin / whole, 3), "width": round(100 * seconds / whole, 3)}
+  return {**place, "kind": kind, "title": f"{title}: {units.seconds(seconds)}"}
 
 
 def _layer_rows(layer: Layer) -> dict[str, Any]:
-  """Returns the rows of a layer's timeline, with each bar's place in percent."""
-
-  def shown(bar: Bar, kind: str, what: str) -> dict[str, Any]:
-    return {
-      "left": round(100 * bar.begin / layer.seconds, 3),
-      "width": round(100 * bar.seconds / layer.seconds, 3),
-      "title": f"{what}: {units.seconds(bar.seconds)}",
-      "kind": kind,
+  rows = [
+    {
+      "name": name,
+      "bars": [
+        _lane_bar(kind, bar.begin, bar.seconds, layer.seconds, bar.text) for bar, kind in bars
+      ],
     }
-
-  compute = [shown(bar, KINDS[bar.text], f"bound by {bar.text}") for bar in layer.compute]
-  waits = [shown(bar, "wait", f"waits for {bar.text}") for bar in layer.waits]
-  rows = [{"name": "compute", "bars": compute + waits}]
-  for name, bars in layer.transfers.items():
-    rows.append({"name": name, "bars": [shown(bar, "sent", bar.text) for bar in bars]})
-  return {
-    "head": head(layer),
-    "line": where(layer),
-    "rows": rows,
-    "parts": parts(layer),
-  }
-
-
-def _gap(gap: Gap) -> dict[str, Any]:
-  texts = [" ".join(filter(None, (gap.what, gap.when))), gap.line]
-  return {"texts": texts, "numbers": [f"{gap.runs:,}", units.seconds(gap.seconds)]}
-
-
-def _runs(row: Any) -> list[str]:
-  return [f"{row.runs:,}", size_text(row.bytes), units.seconds(row.seconds)]
+    for name, bars in rows_of(layer).items()
+  ]
+  return {"head": head(layer), "line": where(layer), "rows": rows, "parts": parts(layer)}
 
 
 def _step(plan: Plan) -> dict[str, Any]:
@@ -514,8 +486,7 @@ def _step(plan: Plan) -> dict[str, Any]:
   low, expected, high = plan.step_seconds
 
   def bar(kind: str, begin: float, seconds: float, title: str) -> dict[str, Any]:
-    place = {"left": round(100 * begin / high, 3), "width": round(100 * seconds / high, 3)}
-    return {**place, "kind": kind, "title": f"{title}: {units.seconds(seconds)}"}
+    return _lane_bar(kind, begin, seconds, high, title)
 
   def row(name: str, seconds: float, *bars: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "text": units.seconds(seconds), "bars": bars}
@@ -532,8 +503,8 @@ def _step(plan: Plan) -> dict[str, Any]:
   for name, kind in (("compute", "matmul"), ("HBM", "memory")):
     seconds = terms(plan)[name]
     rows.append(row(f"{name} alone", seconds, bar(kind, 0, seconds, name)))
-  for one in sums(plan):
-    rows.append(sent(f"{one.axis}, {one.kind}", one.seconds, one.waited))
+  for one in by_axes(plan.sent):
+    rows.append(sent(f"{one['axis']}, {one['kind']}", one["seconds"], one["exposed"]))
   for one in plan.times.host:
     name = " ".join(filter(None, (one.direction, one.what)))
     rows.append(sent(name, one.seconds, one.exposed_seconds))
@@ -556,14 +527,15 @@ def _step(plan: Plan) -> dict[str, Any]:
   return {"facts": facts, "rows": rows, "notes": notes, "low": round(100 * low / high, 3)}
 
 
-def _constants(plan: Plan) -> Sequence[tuple[str, str, str]]:
+def _constants(plan: Plan) -> PlanTable:
   """Returns the assumptions, with their sources, including numbers set by the config."""
   chip = plan.topology.chip
   shares = ("matmul", "attention", "memory")
   sources = {name: getattr(chip, f"{name}_source") for name in ("flops", *shares)}
   rows = [
-    (f"{chip.name}.{name}", f"{value:.4g}", sources.get(name.rpartition("_")[2], chip.source))
+    (f"{chip.name}.{name}", sources.get(name.rpartition("_")[2], chip.source), f"{value:.4g}")
     for name, value in vars(chip).items()
     if isinstance(value, float) and (value or not name.endswith("_flops"))
   ]
-  return [*rows, *((name, f"{v:.4g}", REASONS[name]) for name, v in vars(plan.rates).items())]
+  rows += [(name, REASONS[name], f"{value:.4g}") for name, value in vars(plan.rates).items()]
+  return PlanTable("", ("planning.constants", "source or reason"), ("value",), rows)
