@@ -101,11 +101,6 @@ def _sizes(step: StepFacts, places: Places) -> Iterator[tuple[terms.Term, int, W
     yield dataclasses.replace(term, axes=axes), round(term.elements * term.itemsize), link
 
 
-def sent(step: StepFacts, places: Places, rates: Rates) -> list[Sent]:
-  """Returns the communication of a step with its time, as if nothing were hidden."""
-  return [_sent(term, size, wire, rates) for term, size, wire in _sizes(step, places)]
-
-
 def times(
   step: StepFacts,
   places: Places,

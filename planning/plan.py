@@ -42,7 +42,6 @@ class Plan:
     advice: overrides with which it would fit, if it does not, and how many were tried.
     timeline: of a layer; None without a compiled program, or if it does not fit.
     gather_once: whether to keep gathered kernels for the backward pass; "" if it is not advised.
-    per_tick: what gathering kernels in each tick of a pipeline costs; "" if none are.
   """
 
   title: str
@@ -57,7 +56,6 @@ class Plan:
   host_memory: dict[str, int] = dataclasses.field(default_factory=dict)
   timeline: timelines.Timeline | None = None
   gather_once: str = ""
-  per_tick: str = ""
 
   @property
   def host(self) -> tuple[step_time.HostTraffic, ...]:
@@ -193,7 +191,6 @@ class Plan:
       "warnings": list(self.warnings),
       "advice": [one.overrides for one in self.advice.fitting],
       "gather_once": self.gather_once,
-      "per_tick": self.per_tick,
       "advice_bytes_per_device": [one.bytes for one in self.advice.fitting],
     }
 
@@ -276,18 +273,16 @@ def make(
     times = analytic.with_host_traffic(times, microbatches, found.host_memory, topology.chip, rates)
   else:
     sent = collectives(program.text, ready.mesh)
-    moved = step_time.host_transfers(compiled)
-    times = step_time.times(compiled, sent, where, topology.chip, rates, moved)
+    times = step_time.times(compiled, sent, where, topology.chip, rates)
     free = topology.chip.hbm_bytes - found.peak_bytes
     once = suggestions.gather_once_advice(step, times.sent, times.step, free)
     count = next(iter(traced_step.loops(step.model)), None)
-    line = timelines.of(compiled, times, sent, moved, count)
-    if not moved and topology.platform == "cpu":  # its programs do not show it
+    line = timelines.of(compiled, times, count)
+    if not times.host and topology.platform == "cpu":  # its programs do not show it
       times = analytic.with_host_traffic(
         times, microbatches, found.host_memory, topology.chip, rates
       )
-  per_tick = suggestions.stage_gathers_advice(target, ready, layers)
-  return dataclasses.replace(found, times=times, timeline=line, gather_once=once, per_tick=per_tick)
+  return dataclasses.replace(found, times=times, timeline=line, gather_once=once)
 
 
 def _warnings(ready: Job, topology: Topology, compiled: hlo.Program | None) -> Iterator[str]:

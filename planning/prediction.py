@@ -150,15 +150,8 @@ def of_program(program: Any, mesh: Mesh, platform: str, constants: str = "") -> 
   chips, rates = overridden(constants)
   topology = parse(of_devices(list(mesh.devices.flat)), chips)
   text = program.as_text()
-  compiled = hlo.parse(text)
-  times = step_time.times(
-    compiled,
-    collectives(text, mesh),
-    aot.places(mesh, topology),
-    topology.chip,
-    rates,
-    step_time.host_transfers(compiled),
-  )
+  where = aot.places(mesh, topology)
+  times = step_time.times(hlo.parse(text), collectives(text, mesh), where, topology.chip, rates)
   name = f"{topology.platform.upper()}, compiled"
   peak, _ = aot.memory_of(program, platform)
   return Prediction(

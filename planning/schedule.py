@@ -6,6 +6,7 @@ memory, a copy into on-chip memory. A synchronous one is exposed. Loops count as
 A transfer that is in flight while a loop runs shares HBM with it, but no links.
 """
 
+import copy
 import dataclasses
 import functools
 import math
@@ -241,6 +242,7 @@ class Schedule:
     bandwidth: of HBM.
     work: FLOPs and bytes, counted as often as they run.
     waited: seconds that the device waits for each transfer.
+    runs: how often each transfer is started.
     slowed: seconds by which transfers that share HBM slow the rest down.
     loops: of the program, in order.
   """
@@ -250,6 +252,7 @@ class Schedule:
     self.bandwidth = rates.bandwidth(chip)
     self.work = Work(0, 0)
     self.waited: dict[str, float] = defaultdict(float)
+    self.runs: dict[str, int] = defaultdict(int)
     self.slowed = 0.0
     self.loops: list[Loop] = []
     self._roofline, self._chip, self._rates = Costs(program), chip, rates
@@ -274,14 +277,15 @@ class Schedule:
 
   def _slowest(self, branches: Sequence[hlo.Frame], runs: int) -> Trace:
     """Runs each branch of a conditional; what is recorded is that of the slowest one."""
-    work, waited, slowed, loops = self.work, self.waited, self.slowed, self.loops
+    names = ("work", "waited", "runs", "slowed", "loops")
+    before = {name: getattr(self, name) for name in names}
     found = []
     for branch in branches:
-      self.work, self.waited, self.slowed, self.loops = work, waited.copy(), slowed, [*loops]
+      vars(self).update({name: copy.copy(value) for name, value in before.items()})
       trace = _Run(self, branch, runs).trace()
-      found.append((trace, (self.work, self.waited, self.slowed, self.loops)))
+      found.append((trace, {name: getattr(self, name) for name in names}))
     trace, recorded = max(found, key=lambda one: one[0].seconds)
-    self.work, self.waited, self.slowed, self.loops = recorded
+    vars(self).update(recorded)
     return trace
 
   def cost(self, computation: hlo.Computation, instruction: hlo.Instruction) -> tuple[Work, float]:
@@ -345,6 +349,8 @@ class _Run:
       schedule.work += work * self._runs
     if names or copies:
       costs = [schedule.costs[name] for name in names] or [Cost(_COPIES, seconds, work.bytes)]
+      for name in names or [instruction.name]:
+        schedule.runs[name] += self._runs
       self._started[key] = self._device.start(
         names or [instruction.name],
         frozenset().union(*(one.links for one in costs)),

@@ -14,7 +14,6 @@ from planning.schedule import Cost, Loop, Schedule
 from runtime import hlo
 from runtime.chips import Chip, Rates
 from runtime.collectives import Collective
-from runtime.hlo import source
 
 # Transfers between a device's memory and its host's, in the text of a compiled program.
 #
@@ -28,71 +27,14 @@ _HOST = re.compile(r"S\(5\)")
 _MOVES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 
 
-@dataclasses.dataclass(frozen=True)
-class HostTransfer:
-  """An instruction that moves an array between the memories.
-
-  Attributes:
-    name: of the instruction.
-    direction: TO_HOST or FROM_HOST.
-    bytes: of one run, per device.
-    count: how often it runs in one execution; None if the text does not show it.
-    source: its source line.
-    asynchronous: whether other work can run at the same time.
-  """
-
-  name: str
-  direction: str
-  bytes: int
-  count: int | None
-  source: str
-  asynchronous: bool
-
-
-def host_transfers(program: hlo.Program) -> list[HostTransfer]:
-  """Returns the transfers that one execution of a program runs, in program order."""
-  found: dict[tuple[str, str], HostTransfer] = {}
-  for computation, instruction, count in _runs(program):
-    key = computation.name, instruction.name
-    direction, size = _moved(computation, instruction)
-    if key in found:
-      before = found[key].count
-      count = None if None in (before, count) else before + count
-    line = source(program.frames, instruction.attributes)
-    later = instruction.opcode.endswith("-start")
-    found[key] = HostTransfer(instruction.name, direction, size, count, line, later)
-  return list(found.values())
-
-
-def _runs(program: hlo.Program) -> Iterator[tuple[hlo.Computation, hlo.Instruction, int | None]]:
-  """Yields (computation, instruction, count) of the transfers, for each way from ENTRY."""
-  known: dict[str, bool] = {}
-
-  def moves(name: str) -> bool:
-    """Returns whether there is a transfer below; other loops need not be parsed."""
-    if name not in known:
-      computation = program.computations[name]
-      known[name] = any(
-        _moved(computation, one) or any(map(moves, one.called()))
-        for one in computation.instructions.values()
-      )
-    return known[name]
-
-  def visit(frame: hlo.Frame, count: int | None):
-    for instruction in frame.computation.instructions.values():
-      if _moved(frame.computation, instruction):
-        yield frame.computation, instruction, count
-      elif not any(map(moves, instruction.called())):
-        continue
-      elif instruction.opcode == "while":
-        trips = hlo.trip_count(program, frame, instruction)
-        body = hlo.Frame(program.computations[instruction.one("body")], instruction, frame)
-        yield from visit(body, None if None in (count, trips) else count * trips)
-      else:
-        for name in instruction.called():
-          yield from visit(hlo.Frame(program.computations[name], instruction, frame), count)
-
-  yield from visit(hlo.Frame(program.computations[program.entry]), 1)
+def host_transfers(program: hlo.Program) -> dict[str, tuple[str, int]]:
+  """Returns instruction -> (TO_HOST or FROM_HOST, bytes of one run) of those transfers."""
+  return {
+    one.name: moved
+    for computation in program.computations.values()
+    for one in computation.instructions.values()
+    if (moved := _moved(computation, one))
+  }
 
 
 def _moved(computation: hlo.Computation, instruction: hlo.Instruction) -> tuple[str, int] | None:
@@ -125,6 +67,7 @@ class Sent:
     wire: its link.
     seconds: of all its runs.
     exposed_seconds: the part of them that the device waits.
+    name: of its instruction; "" by formula.
   """
 
   kind: str
@@ -135,6 +78,7 @@ class Sent:
   wire: Wire
   seconds: float
   exposed_seconds: float
+  name: str = ""
 
   @property
   def bytes(self) -> int:
@@ -192,6 +136,8 @@ class Times:
     slowed: seconds by which transfers that share HBM slow the rest down.
     loops: of the program, in order; () by formula.
     waited: seconds that the device waits for each transfer of the program; {} by formula.
+    runs: how often each of them runs.
+    moved: direction of those between the device's memory and its host's.
     copies_exposed: those for copies into on-chip memory.
   """
 
@@ -204,6 +150,8 @@ class Times:
   slowed: float = 0.0
   loops: tuple[Loop, ...] = ()
   waited: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  runs: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  moved: Mapping[str, str] = dataclasses.field(default_factory=dict)
   copies_exposed: float = 0.0
 
   @property
@@ -234,12 +182,7 @@ class Times:
 
 
 def times(
-  program: hlo.Program,
-  found: Sequence[Collective],
-  places: Places,
-  chip: Chip,
-  rates: Rates,
-  moved: Sequence[HostTransfer] = (),
+  program: hlo.Program, found: Sequence[Collective], places: Places, chip: Chip, rates: Rates
 ) -> Times:
   """Returns how long a step takes.
 
@@ -249,9 +192,8 @@ def times(
     places: of its mesh's devices in the topology.
     chip: of a device.
     rates: achieved shares of the chip's constants.
-    moved: its transfers between the device's memory and its host's.
   """
-  bandwidth = rates.bandwidth(chip)
+  bandwidth, moved = rates.bandwidth(chip), host_transfers(program)
   wires = {one.name: _slowest(one, places) for one in found}
   costs = {
     one.name: Cost(
@@ -264,42 +206,43 @@ def times(
   # The link to the host is apart from those to other devices, and has two directions.
   host = chip.host_bandwidth * rates.link
   costs |= {
-    one.name: Cost(frozenset({one.direction}), one.bytes / host, one.bytes) for one in moved
+    name: Cost(frozenset({direction}), size / host, size)
+    for name, (direction, size) in moved.items()
   }
   schedule = Schedule(program, costs, chip, rates)
   step = schedule.run()
   sent = []
   for one in found:
-    runs = one.count
-    seconds, waited = runs * costs[one.name].seconds, schedule.waited[one.name]
-    sent.append(
-      Sent(one.kind, one.axes, one.bytes, runs, one.source, wires[one.name], seconds, waited)
-    )
+    seconds, waited = one.count * costs[one.name].seconds, schedule.waited[one.name]
+    what = (one.kind, one.axes, one.bytes, one.count, one.source, wires[one.name])
+    sent.append(Sent(*what, seconds, waited, one.name))
   return Times(
     step,
     matmul_seconds(schedule.work, chip, rates),
     schedule.work.bytes / bandwidth,
     schedule.work,
     tuple(sent),
-    tuple(_by_direction(moved, costs, schedule.waited)),
+    tuple(_by_direction(moved, schedule)),
     schedule.slowed,
     tuple(schedule.loops),
     dict(schedule.waited),
+    dict(schedule.runs),
+    {name: direction for name, (direction, _) in moved.items()},
     sum(seconds for name, seconds in schedule.waited.items() if name not in costs),
   )
 
 
 def _by_direction(
-  moved: Sequence[HostTransfer], costs: Mapping[str, Cost], waited: Mapping[str, float]
+  moved: Mapping[str, tuple[str, int]], schedule: Schedule
 ) -> Iterator[HostTraffic]:
   """Yields the sums of the transfers to the host's memory, and of those from it."""
-  for direction in dict.fromkeys(one.direction for one in moved):
-    some = [(one, one.count or 1) for one in moved if one.direction == direction]
+  for direction in dict.fromkeys(direction for direction, _ in moved.values()):
+    some = [name for name, (way, _) in moved.items() if way == direction]
     yield HostTraffic(
       direction,
-      sum(runs * one.bytes for one, runs in some),
-      sum(runs * costs[one.name].seconds for one, runs in some),
-      sum(waited.get(one.name, 0.0) for one, _ in some),
+      sum(schedule.runs[name] * moved[name][1] for name in some),
+      sum(schedule.runs[name] * schedule.costs[name].seconds for name in some),
+      sum(schedule.waited[name] for name in some),
     )
 
 

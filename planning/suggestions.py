@@ -13,14 +13,12 @@ from typing import Any
 
 from configs.schema import step_checks, validate
 from partitioning.rules import size_text
-from planning import analytic, aot, memory
+from planning import memory
 from planning.aot import Target
 from planning.step_facts import StepFacts, of_job
 from planning.step_time import Sent
 from planning.topology import Topology, most_chips
-from planning.traced_step import OfTheLayers
 from runtime import rematerialization
-from training.microbatches import GATHER
 from training.setup import Job
 
 MOST = 3  # pieces of advice
@@ -178,87 +176,8 @@ def _larger(
     yield larger, {**changed, "mesh.data": 1, "mesh.fsdp": fsdp, **batch}
 
 
-# What it costs to gather kernels over fsdp on pipeline stages, and data parallelism in its place.
-#
-# In each tick (`training.pipeline_gather=tick`) the kernels of a chunk are gathered three times
-# for a microbatch: in its forward pass, and twice in its backward pass, which computes the layers
-# again. Once per step (`step`), they are complete on each device, with their gradients. Replicated
-# over `data`, with an optimizer state sharded over it, they are gathered after the update (ZeRO-1,
-# arXiv:1910.02054).
-
 RESHARD = "partitioning.reshard_after_forward"
 _LEAST = 0.005  # of the step: what is worth saying
-_OPTIMIZER = "partitioning.optimizer.model"
-
-
-@dataclasses.dataclass(frozen=True)
-class GatherCost:
-  """What is sent for parameters and their gradients in a step, and the memory of it.
-
-  Attributes:
-    bytes: of their payloads, per device.
-    seconds: of all of them, hidden or not.
-    memory: bytes of a device at the peak, by formula.
-  """
-
-  bytes: int
-  seconds: float
-  memory: int
-
-  @property
-  def text(self) -> str:
-    """Returns it in words."""
-    return f"{size_text(self.bytes)} in {self.seconds:.3g} s"
-
-
-def stage_gathers_advice(target: Target, ready: Job, layers: OfTheLayers) -> str:
-  """Returns what parameters and gradients cost, gathered in each tick, once per step, or ZeRO-1.
-
-  Args:
-    target: of the plan.
-    ready: its job.
-    layers: the memory of its layers' activations, which is the same in each of these ways.
-
-  Returns:
-    A line with overrides; "" without stages, or if fsdp does not split kernels.
-  """
-  sizes = ready.devices.sizes
-  if ready.program.pipeline is None or sizes["fsdp"] == 1:
-    return ""
-  ways = {f"--config.{GATHER}={one}": {GATHER: one} for one in ("tick", "step")}
-  slices = dict(ready.devices.slices)
-  if slices.setdefault("fsdp", 1) == 1:
-    data = sizes["data"] // slices.setdefault("data", 1) * sizes["fsdp"]
-    flags = f"--config.mesh.data={data} --config.mesh.fsdp=1 --config.{_OPTIMIZER}"
-    changed = {"mesh.data": data, "mesh.fsdp": 1, _OPTIMIZER: ("fsdp", "data"), GATHER: "auto"}
-    ways[f"""{flags}='("fsdp","data")'"""] = changed
-  now = "step" if ready.program.gathered is not None else "tick"
-  texts = []
-  room = target.topology.chip.hbm_bytes
-  for flags, keys in ways.items():
-    as_now = keys == {GATHER: now}
-    try:
-      job = ready if as_now else target.changed(keys).job()
-    except ValueError:
-      continue
-    cost = gather_cost(of_job(job), target, layers)
-    fits = "" if cost.memory <= _MARGIN * room else f", of {size_text(int(room))}"
-    size = f"{size_text(cost.memory)} of memory{fits}"
-    texts.append(f"{flags}{' (as here)' if as_now else ''}: {cost.text}, {size}")
-  return f"parameters and gradients over fsdp and data, by formula: {'; '.join(texts)}"
-
-
-def gather_cost(step: StepFacts, target: Target, layers: OfTheLayers) -> GatherCost:
-  """Returns the cost of the collectives along fsdp and data."""
-  places = aot.places(step.mesh, target.topology)
-  found = [
-    one for one in analytic.sent(step, places, target.rates) if {*one.axes} & {"fsdp", "data"}
-  ]
-  return GatherCost(
-    sum(one.bytes for one in found),
-    sum(one.seconds for one in found),
-    memory.at_once(memory.by_formula(step, layers)),
-  )
 
 
 def gather_once_advice(step: StepFacts, sent: Iterable[Sent], seconds: float, free: float) -> str:

@@ -8,12 +8,11 @@ import itertools
 import pathlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from planning.schedule import Interval, Loop
-from planning.step_time import HostTransfer, Times
+from planning.step_time import Times
 from runtime import hlo
-from runtime.collectives import Collective
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Functions that are called from everywhere; what a reader looks for is who calls them.
@@ -104,23 +103,15 @@ class Timeline:
   missing: tuple[str, ...]
 
 
-def of(
-  program: hlo.Program,
-  times: Times,
-  found: Sequence[Collective],
-  moved: Sequence[HostTransfer],
-  layers: int | None,
-) -> Timeline:
+def of(program: hlo.Program, times: Times, layers: int | None) -> Timeline:
   """Returns the timeline of a program.
 
   Args:
     program: as compiled.
     times: of `step_time.times` for it.
-    found: its collectives, in the order of `times.sent`.
-    moved: its transfers to and from the host's memory.
     layers: of the model; None if it has none in a loop.
   """
-  names = _Names(program, times, found, moved)
+  names = _Names(program, times)
   loops = {title: one for title in ("forward", "backward") if (one := _loop(title, names, layers))}
   missing = ["the model has no layers"]
   if layers:
@@ -133,16 +124,9 @@ def of(
 class _Names:
   """What the instructions of a program are called in a timeline."""
 
-  def __init__(
-    self,
-    program: hlo.Program,
-    times: Times,
-    found: Sequence[Collective],
-    moved: Sequence[HostTransfer],
-  ):
+  def __init__(self, program: hlo.Program, times: Times):
     self.program, self.times = program, times
-    self._sent = {one.name: (one, s) for one, s in zip(found, times.sent, strict=True)}
-    self._moved = {one.name: one for one in moved}
+    self._sent = {one.name: one for one in times.sent}
     self._where = {
       name: (computation, one)
       for computation in program.computations.values()
@@ -162,24 +146,22 @@ class _Names:
   def row(self, name: str) -> str:
     """Returns the row of a transfer: `fsdp over ICI`, `to host`."""
     if name in self._sent:
-      collective, sent = self._sent[name]
-      return f"{'+'.join(collective.axes)} over {sent.wire.network}"
-    return self._moved[name].direction if name in self._moved else COPIES
+      sent = self._sent[name]
+      return f"{'+'.join(sent.axes)} over {sent.wire.network}"
+    return self.times.moved.get(name, COPIES)
 
   def what(self, name: str) -> str:
     """Returns a transfer in words: `all-gather over fsdp of bf16[4096,14336]`."""
     shape = _array(self._where[name][1].shape)
     if name in self._sent:
-      collective = self._sent[name][0]
-      return f"{collective.kind} over {'+'.join(collective.axes)} of {shape}"
-    return f"copy {self._moved[name].direction} of {shape}" if name in self._moved else COPIES
+      sent = self._sent[name]
+      return f"{sent.kind} over {'+'.join(sent.axes)} of {shape}"
+    direction = self.times.moved.get(name)
+    return f"copy {direction} of {shape}" if direction else COPIES
 
   def runs(self, name: str) -> int:
     """Returns how often a transfer is sent in one step; 1 if the text does not show it."""
-    if name in self._sent or name in self._moved:
-      return (self._sent[name][0] if name in self._sent else self._moved[name]).count or 1
-    bodies = (one for one in self.times.loops if any(name in w.names for w in one.body.waits))
-    return next((one.runs for one in bodies), 1)
+    return self._sent[name].runs if name in self._sent else self.times.runs[name]
 
   def line(self, name: str) -> str:
     """Returns the line of our code behind an instruction: `models/layers.py:334, MLP.__call__`."""

@@ -202,7 +202,7 @@ def text(plan: Plan, *, width: int = 110) -> str:
 
 def advice(plan: Plan) -> list[str]:
   """Returns what makes the config fit, or that nothing does of what was tried; or saves time."""
-  lines = [line for line in (plan.gather_once, plan.per_tick) if line]
+  lines = [plan.gather_once] if plan.gather_once else []
   lines += [
     f"would fit, with {size_text(one.bytes)} per device by formula: {one.overrides}"
     for one in plan.advice.fitting

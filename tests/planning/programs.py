@@ -46,8 +46,7 @@ def times(body: str, before: str = "", chip: Chip = CHIP) -> step_time.Times:
   found = in_order(parse("v5e:1x8"), 8)
   found = dataclasses.replace(found, topology=dataclasses.replace(found.topology, chip=chip))
   mesh = make_mesh(data=8)
-  moved = step_time.host_transfers(hlo.parse(text))
-  return step_time.times(hlo.parse(text), collectives(text, mesh), found, chip, IDEAL, moved)
+  return step_time.times(hlo.parse(text), collectives(text, mesh), found, chip, IDEAL)
 
 
 START = """

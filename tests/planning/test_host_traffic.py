@@ -1,10 +1,17 @@
 """Transfers to and from host memory, in texts as libtpu's compiler prints them."""
 
+import dataclasses
 import functools
 
+import pytest
+
 from planning import step_time
+from planning.interconnect import in_order
 from planning.step_time import FROM_HOST, TO_HOST
+from planning.topology import parse
 from runtime import hlo
+from runtime.chips import CHIPS
+from tests.planning.programs import IDEAL
 
 # The loop of an update, shortened: a layer's moment is fetched by a slice, and written back.
 SHAPES = {
@@ -61,20 +68,30 @@ ENTRY %main (h: f32[8,256,512], v: f32[4,256]) -> f32[8,256,512] {
 )
 
 
+def timed(text):
+  """Returns the times of a program on a v5e, whose link to the host moves 1 kB per second."""
+  chip = dataclasses.replace(CHIPS["v5e"], host_bandwidth=1e3)
+  return step_time.times(hlo.parse(text), [], in_order(parse("v5e:1x1"), 1), chip, IDEAL)
+
+
 def test_copies_and_slices_count_as_often_as_their_loop_runs():
   """Not those to the fast memory on the chip, space 1."""
-  found = {one.name: one for one in step_time.host_transfers(hlo.parse(TEXT))}
+  program, found = hlo.parse(TEXT), timed(TEXT)
   layer = 256 * 512 * 4
-  assert {
-    name: (one.direction, one.bytes, one.count, one.asynchronous) for name, one in found.items()
-  } == {
-    "out": (TO_HOST, 4 * 256 * 4, 1, True),
-    "again": (FROM_HOST, 4 * 256 * 4, 1, False),
-    "get": (FROM_HOST, layer, 8, True),
-    "put": (TO_HOST, layer, 8, True),
+  moved = step_time.host_transfers(program)
+  assert {name: (*moved[name], found.runs[name]) for name in moved} == {
+    "out": (TO_HOST, 4 * 256 * 4, 1),
+    "again": (FROM_HOST, 4 * 256 * 4, 1),
+    "get": (FROM_HOST, layer, 8),
+    "put": (TO_HOST, layer, 8),
   }
-  assert found["out"].source == "away"
+  assert found.moved == {name: direction for name, (direction, _) in moved.items()}
+  sizes = {one.direction: (one.bytes, pytest.approx(one.seconds)) for one in found.host}
+  size = 8 * layer + 4 * 256 * 4
+  assert sizes == {TO_HOST: (size, size / 1e3), FROM_HOST: (size, size / 1e3)}
 
 
 def test_without_host_memory_there_is_none():
-  assert step_time.host_transfers(hlo.parse(TEXT.replace("S(5)", ""))) == []
+  text = TEXT.replace("S(5)", "")
+  assert step_time.host_transfers(hlo.parse(text)) == {}
+  assert timed(text).host == ()

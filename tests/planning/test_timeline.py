@@ -2,12 +2,10 @@
 
 import pytest
 
-from planning import step_time, timeline
+from planning import timeline
 from planning.timeline import ROOT
 from runtime import hlo
-from runtime.collectives import collectives
 from tests.planning.programs import GROUPS, HEAD, PRODUCT, START, times
-from tests.runtime.programs import make_mesh
 
 # Frames: 1 the scan over layers, 2 the MLP in it, 3 its matmul, 4 the helper that gathers;
 # 5 another scan of the same model, 6 a scan of a helper.
@@ -117,8 +115,7 @@ def made(*names, layers=3, after="", loops=LOOPS, tables=TABLES):
   entry = "\n".join(filter(None, body))
   text = f"{HEAD}{computations}\nENTRY %main () -> f32[] {{\n{entry}\n}}\n"
   found, program = times(entry, computations), hlo.parse(text)
-  sent = collectives(text, make_mesh(data=8))
-  return timeline.of(program, found, sent, step_time.host_transfers(program), layers)
+  return timeline.of(program, found, layers)
 
 
 def test_the_loops_over_layers_and_what_is_in_an_iteration():
