@@ -13,7 +13,6 @@ transformers 4.57 and 5 load it: tokens that are bytes become a tokenizer.json t
 and a bare tokenizer.json gets its tokenizer_config.json.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -28,13 +27,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tokenizers
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from interop import hf_config, hf_folder, name_maps, peft_adapter, read_weights, safetensors_file
 from interop.hf_folder import CONFIG
 from interop.hf_parts import UNSCALED, named_scaling
-from interop.safetensors_file import WeightFile, Writer
+from interop.safetensors_file import WeightFile, write_file
 from models import layers
 from models.spec import LORA_A, LORA_B, DecoderSpec
 from partitioning.rules import named_leaves, nested
@@ -68,7 +68,7 @@ def tokenizer_files(
   """
   found = dict(copies)
   if not {TOKENIZER_FILE, SENTENCEPIECE_FILE} & {*found}:
-    found[TOKENIZER_FILE] = json_bytes(bytes_tokenizer(), indent=None)
+    found[TOKENIZER_FILE] = bytes_tokenizer().encode()
     special = {_END_OF_BYTES: end}
   if "chat_template.json" in found:  # whose form belongs to other classes
     template = json.loads(found.pop("chat_template.json"))[TEMPLATE_KEY]
@@ -92,35 +92,15 @@ def tokenizer_files(
   return found
 
 
-def bytes_tokenizer() -> dict[str, Any]:
+def bytes_tokenizer() -> str:
   """Returns the tokenizer.json of a tokenizer whose ids are the bytes of a text."""
   characters = _byte_characters()
   vocabulary = {_END_OF_BYTES: 0} | {characters[byte]: byte for byte in range(1, 256)}
-  added = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
-  as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-  as_bytes["use_regex"] = False
-  return {
-    "version": "1.0",
-    "truncation": None,
-    "padding": None,
-    "added_tokens": [{"id": 0, "content": _END_OF_BYTES, **added, "special": True}],
-    "normalizer": None,
-    "pre_tokenizer": as_bytes,
-    "post_processor": None,
-    "decoder": as_bytes,
-    "model": {
-      "type": "BPE",
-      "dropout": None,
-      "unk_token": None,
-      "continuing_subword_prefix": None,
-      "end_of_word_suffix": None,
-      "fuse_unk": False,
-      "byte_fallback": False,
-      "ignore_merges": False,
-      "vocab": vocabulary,
-      "merges": [],
-    },
-  }
+  found = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+  found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+  found.decoder = tokenizers.decoders.ByteLevel()
+  found.add_special_tokens([tokenizers.AddedToken(_END_OF_BYTES, normalized=False)])
+  return found.to_str()
 
 
 def _byte_characters() -> list[str]:
@@ -130,9 +110,9 @@ def _byte_characters() -> list[str]:
   return [chr(byte if byte in plain else 256 + others.index(byte)) for byte in range(256)]
 
 
-def json_bytes(value: Any, indent: int | None = 2) -> bytes:
+def json_bytes(value: Any) -> bytes:
   """Returns a value as a file of JSON."""
-  return (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode()
+  return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 # ------------------------------ the folder ------------------------------
@@ -224,7 +204,7 @@ class ExportFolder:
   """
 
   def __init__(self, final: epath.Path):
-    """Takes what `check` returned; changes nothing."""
+    """Takes what `check_folder` returned; changes nothing."""
     self.final, self.local = final, files.is_local(final)
     self.path = final.with_name(final.name + ENDING) if self.local else final
     self._lock: int | None = None
@@ -236,13 +216,11 @@ class ExportFolder:
       ValueError: another export is writing there.
       OSError: it cannot be made.
     """
-    if not self.local:
-      self.path.mkdir(parents=True, exist_ok=True)
-      return
     self.path.mkdir(parents=True, exist_ok=True)
-    _require_left(self.path)
-    self._lock = _lock(self.path)
-    self._empty()
+    if self.local:
+      _require_left(self.path)
+      self._lock = _lock(self.path)
+      self._empty()
 
   def write(self, name: str, content: str | bytes) -> None:
     """Writes a small file; raises OSError, which names it."""
@@ -270,17 +248,16 @@ class ExportFolder:
 
   def remove(self) -> None:
     """Removes what was written so far; for an export that has failed or is stopped."""
-    if self.local and self._lock is not None:
+    if not self.local:
+      self._empty()
+    elif self._lock is not None:
       with contextlib.suppress(OSError):
         self._empty()
         os.rmdir(self.path)
-    elif not self.local:
-      for child in self.path.iterdir():
-        child.unlink(missing_ok=True)
 
   def _empty(self) -> None:
-    for entry in os.scandir(self.path):
-      os.unlink(entry.path)
+    for child in self.path.iterdir():
+      child.unlink(missing_ok=True)
 
 
 # ------------------------------ what is written ------------------------------
@@ -417,7 +394,7 @@ def stored_dtypes(location: str, spec: DecoderSpec, key: str) -> dict[str, str]:
   found = {
     (part.parameter, part.place): safetensors_file.DTYPES[stored.dtype].name
     for entries in source.parts.values()
-    for stored, _, part in entries
+    for stored, part in entries
   }
   tensors = name_maps.tensors(spec, source.described.model_type)
   return {
@@ -556,24 +533,12 @@ def _write_files(
   arrays = _arrays(plan, files, fetch, index, lambda: not failed)
   try:
     if index < len(files):
-      _write_file(folder, files[index], arrays)
+      write_file(folder.path, files[index], arrays)
   except (OSError, ValueError) as error:
     failed.append(str(error))
   for _ in arrays:  # the other processes wait for the collectives
     pass
   return "".join(failed)
-
-
-def _write_file(folder: ExportFolder, file: WeightFile, arrays: Iterator[np.ndarray]) -> None:
-  """Writes a file; a thread writes each tensor while the next one is fetched."""
-  with Writer(folder.path, file) as writer, concurrent.futures.ThreadPoolExecutor(1) as thread:
-    pending = None
-    for array in arrays:
-      if pending is not None:
-        pending.result()
-      pending = thread.submit(writer.add, array)
-    if pending is not None:
-      pending.result()
 
 
 def _arrays(
@@ -597,17 +562,12 @@ def _arrays(
       if one is None:
         continue
       tensor, here = plan.tensors[one.name], number == index and wanted()
-      parts = {
-        (part.parameter, part.place): fetch(part.parameter, part.place, one.dtype, here)
-        for part in tensor.parts
-        if part.parameter not in plan.zeros
-      }
-      parts |= {
-        (part.parameter, part.place): np.zeros(
-          [plan.sizes[letter] for letter in part.letters], jnp.dtype(one.dtype)
-        )
-        for part in tensor.parts
-        if part.parameter in plan.zeros
-      }
+      parts = {}
+      for part in tensor.parts:
+        if part.parameter in plan.zeros:
+          array = np.zeros([plan.sizes[letter] for letter in part.letters], jnp.dtype(one.dtype))
+        else:
+          array = fetch(part.parameter, part.place, one.dtype, here)
+        parts[part.parameter, part.place] = array
       if here:
         yield name_maps.joined(tensor, plan.sizes, lambda *key, parts=parts: parts[key])

@@ -8,13 +8,13 @@ Sources: of the format, https://huggingface.co/docs/safetensors; of the names of
 the index, transformers' `save_pretrained`.
 """
 
-import contextlib
+import concurrent.futures
 import dataclasses
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -22,8 +22,8 @@ from etils import epath
 
 from interop.hf_folder import SINGLE
 from interop.hf_parts import short
-from runtime import files
-from runtime.forms import is_whole, shortened
+from runtime import files, forms
+from runtime.forms import shortened
 
 DTYPES = {
   "F64": np.dtype(np.float64),
@@ -39,7 +39,10 @@ _ELEMENTS = {**DTYPES, **BYTES}
 METADATA = "__metadata__"
 MOST_HEADER_BYTES = 100_000_000  # as the format's own library has it
 _LENGTH_BYTES = 8
-_MOST_DIMS, _MOST_BYTES = 64, 2**63 - 1  # as NumPy has it
+_MOST_DIMS, _NATURAL = 64, forms.whole(0, 2**63 - 1)  # as NumPy has it
+_ENTRY = forms.Needs(
+  {"dtype": forms.TEXT, "shape": [_NATURAL], "data_offsets": (_NATURAL, _NATURAL)}
+)
 _MOST_ARRAYS, _LONGEST_NAME = 2**17, 1000  # of a file; models of a trillion parameters have 10^5
 
 
@@ -91,37 +94,32 @@ def read_metadata(path: os.PathLike | str) -> dict[str, str]:
 
 def _read(path: os.PathLike | str) -> tuple[dict[str, Stored], dict[str, str]]:
   path = os.fspath(path)
-  with contextlib.ExitStack() as stack:
-    try:
-      descriptor = files.open_plain(path, os.O_RDONLY, follow=True)
-      stack.callback(os.close, descriptor)
-      return _parsed(path, descriptor, os.fstat(descriptor).st_size)
-    except OSError as error:
-      raise ValueError(f"{path} cannot be read ({error})") from error
-    except ValueError as error:
-      raise ValueError(
-        f"{path}: {error}; it is damaged, or no safetensors file: copy or download it again"
-      ) from error
-
-
-def _parsed(path: str, descriptor: int, size: int) -> tuple[dict[str, Stored], dict[str, str]]:
-  """Returns the arrays and the texts of a header; raises ValueError where it is not one."""
-  if size < _LENGTH_BYTES:
-    raise ValueError(f"it has {size} bytes")
-  length = int.from_bytes(_bytes(descriptor, 0, _LENGTH_BYTES), "little")
-  first = _LENGTH_BYTES + length
-  if length > MOST_HEADER_BYTES:
-    raise ValueError(f"it does not begin with the length of a header ({length:,} bytes)")
-  if first > size:
-    raise ValueError(f"it ends inside its header: {size:,} of {first:,} bytes")
-  entries = files.parse_json(_bytes(descriptor, _LENGTH_BYTES, length))
-  found, texts = _checked(path, entries, first, size), entries.get(METADATA)
+  try:
+    with os.fdopen(files.open_plain(path, os.O_RDONLY, follow=True), "rb") as file:
+      entries, first = _header(file)
+      found = _arrays(path, entries, first, os.fstat(file.fileno()).st_size)
+  except OSError as error:
+    raise ValueError(f"{path} cannot be read ({error})") from error
+  except ValueError as error:
+    raise ValueError(
+      f"{path}: {error}; it is damaged, or no safetensors file: copy or download it again"
+    ) from error
+  texts = entries.get(METADATA)
   texts = texts.items() if isinstance(texts, Mapping) else ()
   return found, {name: text for name, text in texts if isinstance(text, str)}
 
 
-def _checked(path: str, entries: Any, first: int, size: int) -> dict[str, Stored]:
-  """Returns the arrays of a header; raises ValueError where they do not fill the file."""
+def _header(file: BinaryIO) -> tuple[Mapping[str, Any], int]:
+  """Returns the entries of a file's header, and where the arrays begin."""
+  size, content = os.fstat(file.fileno()).st_size, file.read(_LENGTH_BYTES)
+  if len(content) < _LENGTH_BYTES:
+    raise ValueError(f"it has {size} bytes")
+  length = int.from_bytes(content, "little")
+  if length > MOST_HEADER_BYTES:
+    raise ValueError(f"it does not begin with the length of a header ({length:,} bytes)")
+  if (first := _LENGTH_BYTES + length) > size:
+    raise ValueError(f"it ends inside its header: {size:,} of {first:,} bytes")
+  entries = files.parse_json(file.read(length))
   if not isinstance(entries, Mapping):
     raise ValueError(f"its header holds a {type(entries).__name__}, not a JSON object")
   if len(entries) > _MOST_ARRAYS:
@@ -130,10 +128,14 @@ def _checked(path: str, entries: Any, first: int, size: int) -> dict[str, Stored
     )
   if (longest := max(map(len, entries), default=0)) > _LONGEST_NAME:
     raise ValueError(f"it has a name of {longest:,} characters; at most {_LONGEST_NAME:,} are read")
-  found = {}
-  for name, entry in entries.items():
-    if name != METADATA:
-      found[name] = _stored(path, name, entry, first)
+  return entries, first
+
+
+def _arrays(path: str, entries: Mapping[str, Any], first: int, size: int) -> dict[str, Stored]:
+  """Returns the arrays of a header; raises ValueError where they do not fill the file."""
+  found = {
+    name: _stored(path, name, entry, first) for name, entry in entries.items() if name != METADATA
+  }
   end = first
   for name, one in sorted(found.items(), key=lambda item: (item[1].start, item[1].size)):
     if one.start != end:
@@ -147,36 +149,15 @@ def _checked(path: str, entries: Any, first: int, size: int) -> dict[str, Stored
 
 
 def _stored(path: str, name: str, entry: Any, first: int) -> Stored:
-  entry = entry if isinstance(entry, Mapping) else {}
-  dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-  if not (isinstance(dtype, str) and _naturals(shape) and _naturals(offsets)):
+  if any(forms.wrong(entry, _ENTRY)) or len(entry["shape"]) > _MOST_DIMS:
     raise ValueError(f"the header's entry of {shortened(name)} is not one: {short(entry)}")
-  if len(offsets) != 2 or offsets[0] > offsets[1]:
-    raise ValueError(f"{name}: data_offsets={short(offsets)}")
-  size = offsets[1] - offsets[0]
+  dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+  size = stop - start
+  if size < 0:
+    raise ValueError(f"{name}: data_offsets={[start, stop]}")
   if dtype in _ELEMENTS and size != math.prod(shape) * _ELEMENTS[dtype].itemsize:
     raise ValueError(f"{name}: {size:,} bytes are not {dtype}{short(shape)}")
-  return Stored(path, dtype, tuple(shape), first + offsets[0], size)
-
-
-def _naturals(value: Any) -> bool:
-  whole = isinstance(value, list) and len(value) <= _MOST_DIMS
-  return whole and all(is_whole(one, 0, _MOST_BYTES) for one in value)
-
-
-def _bytes(descriptor: int, start: int, size: int) -> bytearray:
-  buffer = bytearray(size)
-  _read_into(descriptor, start, memoryview(buffer))
-  return buffer
-
-
-def _read_into(descriptor: int, start: int, buffer: memoryview) -> None:
-  """Fills a buffer with bytes of a file; raises ValueError where it ends before."""
-  while buffer:
-    count = os.preadv(descriptor, [buffer], start)
-    if not count:
-      raise ValueError(f"the file ended at byte {start:,} while it was read")
-    buffer, start = buffer[count:], start + count
+  return Stored(path, dtype, tuple(shape), first + start, size)
 
 
 # A part of a row that is at least so long is read alone, not with the rest of its row.
@@ -239,11 +220,12 @@ class Reader:
   def _fill(self, path: str, start: int, buffer: memoryview) -> None:
     if path not in self._descriptors:
       self._descriptors[path] = files.open_plain(path, os.O_RDONLY, follow=True)
-    try:
-      _read_into(self._descriptors[path], start, buffer)
-    except ValueError as error:
-      raise ValueError(f"{path}: {error}") from error
     self.bytes_read += len(buffer)
+    while buffer:
+      count = os.preadv(self._descriptors[path], [buffer], start)
+      if not count:
+        raise ValueError(f"{path}: the file ended at byte {start:,} while it was read")
+      buffer, start = buffer[count:], start + count
 
 
 def pieces(first: int, stop: int, row_bytes: int, piece_bytes: int) -> Iterator[slice]:
@@ -339,70 +321,51 @@ def index(files_: Sequence[WeightFile]) -> dict[str, Any]:
   }
 
 
-class Writer:
-  """Writes one file from its start to its end; a context manager that closes it.
+def write_file(folder: epath.Path, file: WeightFile, arrays: Iterable[np.ndarray]) -> None:
+  """Writes a file from its start to its end; a thread writes a tensor while the next one is made.
+
+  Args:
+    folder: where.
+    file: what.
+    arrays: its tensors, in their order.
 
   Raises:
     OSError: the file exists, or cannot be written; its path is named.
+    ValueError: values are beyond the range of float16.
   """
-
-  def __init__(self, folder: epath.Path, file: WeightFile):
-    """Opens the file and writes its header."""
-    self._path, self._file = folder / file.name, file
-    self._left = list(file.tensors)
-    with _naming(self._path):
-      if files.is_local(self._path):
-        descriptor = files.open_plain(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        self._opened = os.fdopen(descriptor, "wb", buffering=0)
-      else:
-        self._opened = self._path.open("wb")
-      self._write(file.header())
-
-  def __enter__(self) -> "Writer":
-    """Returns itself."""
-    return self
-
-  def __exit__(self, kind, error, trace) -> None:
-    """Closes the file; if nothing has failed, after waiting for the disk."""
-    assert kind is not None or not self._left, f"{self._path}: without {self._left[0].name}"
-    with _naming(self._path):
-      if kind is None and files.is_local(self._path):
-        os.fsync(self._opened.fileno())
-      self._opened.close()
-
-  def add(self, array: np.ndarray) -> None:
-    """Writes the next tensor, a block of rows at a time, so that a transposed view costs little.
-
-    Raises:
-      ValueError: its values are beyond the range of float16.
-    """
-    tensor = self._left.pop(0)
-    assert array.shape == tensor.shape, (tensor, array.shape)
-    assert array.dtype.name == tensor.dtype, (tensor, array.dtype)
-    rows = array if array.ndim else array[None]
-    step = max(1, BLOCK_BYTES * len(rows) // max(1, array.nbytes))
-    with _naming(self._path):
-      for start in range(0, len(rows), step):
-        block = np.ascontiguousarray(rows[start : start + step])
-        if tensor.dtype == "float16" and not np.isfinite(block).all():
-          raise ValueError(
-            f"{tensor.name} has values that float16 cannot represent; export it with "
-            f"--dtype=bfloat16"
-          )
-        self._write(block.reshape(-1).view(np.uint8).data)
-
-  def _write(self, content: bytes | memoryview) -> None:
-    rest = memoryview(content)
-    while rest:
-      rest = rest[self._opened.write(rest) :]
+  path = folder / file.name
+  with files.naming(path), _created(path) as opened:
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+      pending = thread.submit(_write, opened, file.header())
+      for tensor, array in zip(file.tensors, arrays, strict=True):
+        pending.result()
+        pending = thread.submit(_add, opened, tensor, array)
+      pending.result()
+    if files.is_local(path):
+      os.fsync(opened.fileno())
 
 
-@contextlib.contextmanager
-def _naming(path: epath.Path) -> Iterator[None]:
-  """Makes errors of writing name the file: a full disk is reported without a path."""
-  try:
-    yield
-  except OSError as error:
-    if error.filename is not None or error.errno is None:
-      raise
-    raise type(error)(error.errno, error.strerror, os.fspath(path)) from error
+def _created(path: epath.Path) -> Any:
+  if not files.is_local(path):
+    return path.open("wb")
+  return os.fdopen(files.open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb", buffering=0)
+
+
+def _add(opened: BinaryIO, tensor: Tensor, array: np.ndarray) -> None:
+  """Writes a tensor, a block of rows at a time, so that a transposed view costs little."""
+  assert (array.shape, array.dtype.name) == (tensor.shape, tensor.dtype), (tensor, array.shape)
+  rows = array if array.ndim else array[None]
+  step = max(1, BLOCK_BYTES * len(rows) // max(1, array.nbytes))
+  for start in range(0, len(rows), step):
+    block = np.ascontiguousarray(rows[start : start + step])
+    if tensor.dtype == "float16" and not np.isfinite(block).all():
+      raise ValueError(
+        f"{tensor.name} has values that float16 cannot represent; export it with --dtype=bfloat16"
+      )
+    _write(opened, block.reshape(-1).view(np.uint8).data)
+
+
+def _write(opened: BinaryIO, content: bytes | memoryview) -> None:
+  rest = memoryview(content)
+  while rest:
+    rest = rest[opened.write(rest) :]

@@ -118,7 +118,7 @@ def read_bytes(
 
 def read_blocks(path: epath.PathLike, *, most_bytes: int, follow: bool = False) -> Iterator[bytes]:
   """Yields the content of a plain file in blocks; raises as `read_bytes`."""
-  with _opened(path, follow) as file, _naming(path):
+  with _opened(path, follow) as file, naming(path):
     if is_local(path):
       _limit(path, os.fstat(file.fileno()).st_size, most_bytes)
     done = 0
@@ -207,7 +207,7 @@ def replace(
   path = epath.Path(path)
   content = content.encode() if isinstance(content, str) else content
   require()
-  with _naming(path):
+  with naming(path):
     if not is_local(path):
       path.write_bytes(content)  # an object in a bucket appears at once, complete
       return
@@ -265,7 +265,7 @@ def append(path: epath.PathLike, content: bytes, *, require: Callable[[], None] 
     size = os.fstat(descriptor).st_size
     require()
     try:
-      with _naming(path):
+      with naming(path):
         _write(descriptor, content)
     except OSError:
       os.ftruncate(descriptor, size)
@@ -319,7 +319,7 @@ def sync_above(folder: epath.PathLike) -> None:
 
 
 @contextlib.contextmanager
-def _naming(path: epath.PathLike) -> Iterator[None]:
+def naming(path: epath.PathLike) -> Iterator[None]:
   """Makes errors of the operating system name the file, not a temporary one beside it."""
   try:
     yield

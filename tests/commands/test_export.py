@@ -143,9 +143,7 @@ def write_adapter(folder, random, metadata=()):
   }
   listed = tuple(safetensors_file.Tensor(n, x.shape, "float32") for n, x in tensors.items())
   file = safetensors_file.WeightFile("adapter_model.safetensors", listed, metadata)
-  with safetensors_file.Writer(epath.Path(folder), file) as writer:
-    for array in tensors.values():
-      writer.add(array)
+  safetensors_file.write_file(epath.Path(folder), file, tensors.values())
   described = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["o_proj"]}
   (folder / "adapter_config.json").write_text(json.dumps(described))
   return tensors
