@@ -178,11 +178,12 @@ def attention() -> list[dict[str, Any]]:
   import jax
   import jax.numpy as jnp
 
-  from models import blockwise_attention
+  from models import fused_attention
   from models.attention import DEFAULT_TILES
   from partitioning.constraints import activation_layout
   from partitioning.mesh import make_mesh
   from partitioning.mesh_sizes import AXES
+  from partitioning.parallel.attention_blocks import Blocks, Scores
 
   there = jax.devices()[0]
   sizes = (
@@ -199,16 +200,18 @@ def attention() -> list[dict[str, Any]]:
     shape = (rows, length, heads, size)
     q, k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
     slots_BT = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
+    scores = Scores(size**-0.5, jnp.float32)
+    blocks = Blocks(scores, *DEFAULT_TILES.blockwise, complete=True)
     kernels = {
-      "blockwise": lambda q, k, v, slots=slots_BT: blockwise_attention.attention(
-        *(q, k, v, slots), complete=True, blocks=DEFAULT_TILES.blockwise
+      "blockwise": lambda q, k, v, slots=slots_BT, how=blocks: fused_attention.attention(
+        how, q, k, v, slots
       ),
       "jax.nn xla": lambda q, k, v: jax.nn.dot_product_attention(
         q, k, v, is_causal=True, implementation="xla"
       ),
     }
     if there.platform == "gpu":
-      kernels["cudnn"] = lambda q, k, v, slots=slots_BT: blockwise_attention.cudnn_attention(
+      kernels["cudnn"] = lambda q, k, v, slots=slots_BT: fused_attention.cudnn_attention(
         q, k, v, slots
       )
     for name, function in kernels.items():

@@ -18,10 +18,13 @@ import jax.numpy as jnp
 from absl import app, flags
 
 from benchmarks.timing import in_turns, resolved
-from models import attention, blockwise_attention, model_spec, splash_attention
+from models import attention, fused_attention, model_spec
 from partitioning.constraints import activation_layout
+from partitioning.dtypes import wide_dtype
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
+from partitioning.parallel.attention_blocks import Blocks, Scores
+from partitioning.parallel.splash_kernel import LANES, SplashBlocks
 
 _ROWS = flags.DEFINE_integer("rows", 2, "Rows.", 1)
 _LENGTH = flags.DEFINE_integer("length", 2048, "Tokens of a row.", 1)
@@ -37,17 +40,20 @@ def candidates(platform: str) -> dict[tuple[str, int], Callable]:
   slots_BT = jnp.arange(_LENGTH.value, dtype=jnp.int32)[None]
 
   def blockwise(size, q, k, v):
-    return blockwise_attention.attention(*(q, k, v, slots_BT), complete=True, blocks=(size, size))
+    scores = Scores(q.shape[-1] ** -0.5, wide_dtype(q.dtype))
+    how = Blocks(scores, size, size, complete=True)
+    return fused_attention.attention(how, q, k, v, slots_BT)
 
   def splash(size, q, k, v):
-    return splash_attention.attention(q, k, v, block=size)
+    how = SplashBlocks(q.shape[-1] ** -0.5, 0.0, (None,), size, complete=True)
+    return fused_attention.attention(how, q, k, v)
 
   kernels = {"blockwise": blockwise} | ({"splash": splash} if platform == "tpu" else {})
   return {
     (name, size): functools.partial(function, size)
     for name, function in kernels.items()
     for size in SIZES
-    if size <= _LENGTH.value and (name == "blockwise" or size >= splash_attention.LANES)
+    if size <= _LENGTH.value and (name == "blockwise" or size >= LANES)
   }
 
 

@@ -364,26 +364,14 @@ class Attend:
     rows: Rows,
     sinks_N: Array | None,
   ) -> Float[Array, "B T N U"]:
-    from partitioning.parallel.attention_blocks import Blocks, Scores
     from partitioning.parallel.ring_attention import ring_attention
 
     values = KEYS[:-1] + self.value_head
     k_BTKH, v_BTKU = constrain(k_BTKH, KEYS), constrain(v_BTKU, values)
-    if self.kernel == "splash":
-      from partitioning.parallel.splash_kernel import SplashBlocks
-
-      q_BTNH = scaled(q_BTNH, self.scale)
-      blocks = SplashBlocks(self.cap, self.windows, device_tiles().splash)
-    else:
-      scores = Scores(self.scale, wide_dtype(q_BTNH.dtype), self.cap)
-      # With all scores, each ring step's are one block.
-      every = (q_BTNH.shape[1],) * 2
-      sizes = every if self.kernel == "xla" else device_tiles().blockwise
-      blocks = Blocks(scores, *sizes)
     return ring_attention(
       *(q_BTNH, k_BTKH, v_BTKU, rows.segments_BT),
       layer.kind if self.kernel == "splash" else layer.window,
-      blocks=blocks,
+      blocks=self._blocks(q_BTNH),
       letters=(QUERIES, KEYS, values),
       sinks_N=sinks_N,
       name=ATTENTION_OUTPUT,
@@ -406,39 +394,49 @@ class Attend:
     if rows.segments_BT is not None:
       segments = rows.segments_BT, constrain(rows.segments_BT, "BS")
     complete = not cached and not axes_splitting("T")
-    given = {"scale": self.scale, "cap": self.cap, "sinks_N": sinks_N}
-    if self.kernel != "xla":
-      k_BSKH, v_BSKU = self._served(k_BSKH), self._served(v_BSKU, self.value_head)
-      given |= {"windows": self.windows, "kind": layer.kind, "value_head": self.value_head}
-    splash = self.kernel == "splash" and not cached
-    if not (splash and complete):
+    slots_BT = None  # query t is in slot t
+    if not (self.kernel == "splash" and complete):
       q_BTNH, (slots_BT, segments) = tie_to(q_BTNH, (rows.slots_BT, segments))
-    if splash:
-      from models import splash_attention
-
-      # Of rows that axes split, the slots of a device's queries.
-      given |= {"slots_T": None if complete else slots_BT[0], "block": device_tiles().splash}
-      return splash_attention.attention(q_BTNH, k_BSKH, v_BSKU, segments, **given)
     if self.kernel == "xla":
       output_BTNU = causal_attention(
         *(q_BTNH, self._repeated(k_BSKH), self._repeated(v_BSKU, self.value_head)),
         *(slots_BT, segments),
+        scale=self.scale,
+        cap=self.cap,
         window=layer.window,
+        sinks_N=sinks_N,
         blocks=blocks_of(q_BTNH.shape[1]) if complete else 1,
-        **given,
       )
       return named(output_BTNU, ATTENTION_OUTPUT)
-    from models import blockwise_attention
+    from models import fused_attention
 
+    arrays = q_BTNH, self._served(k_BSKH), self._served(v_BSKU, self.value_head)
     if self.kernel == "cudnn" and complete:
-      its = {name: given[name] for name in ("scale", "windows", "kind")}
-      return blockwise_attention.cudnn_attention(q_BTNH, k_BSKH, v_BSKU, slots_BT, **its)
-    return blockwise_attention.attention(
-      *(q_BTNH, k_BSKH, v_BSKU, slots_BT, segments),
-      complete=complete,
-      blocks=device_tiles().blockwise,
-      **given,
-    )
+      how = {"scale": self.scale, "windows": self.windows, "kind": layer.kind}
+      return fused_attention.cudnn_attention(*arrays, slots_BT, **how)
+    how = self._blocks(q_BTNH, complete=complete, cached=cached)
+    given = {"kind": layer.kind, "sinks_N": sinks_N, "value_head": self.value_head}
+    return fused_attention.attention(how, *arrays, slots_BT, segments, **given)
+
+  def _blocks(self, q_BTNH: Array, *, complete: bool = False, cached: bool = False) -> Any:
+    """Returns `SplashBlocks`, or `Blocks` of all other kernels, with blocks of the device's sizes.
+
+    Args:
+      q_BTNH: queries.
+      complete: query t is in slot t.
+      cached: whether keys are a cache's, whose rows have slots of their own.
+    """
+    from partitioning.parallel.attention_blocks import Blocks, Scores
+
+    tiles = device_tiles()
+    if self.kernel == "splash" and not cached:
+      from partitioning.parallel.splash_kernel import SplashBlocks
+
+      return SplashBlocks(self.scale, self.cap, self.windows, tiles.splash, complete)
+    # With all scores, each ring step's are one block.
+    sizes = (q_BTNH.shape[1],) * 2 if self.kernel == "xla" else tiles.blockwise
+    scores = Scores(self.scale, wide_dtype(q_BTNH.dtype), self.cap)
+    return Blocks(scores, *sizes, complete=complete, windows=self.windows)
 
   def _repeated(self, x_BSKH: Float[Array, "B S K H"], head: str = "H") -> Float[Array, "B S N H"]:
     """Returns keys or values for each query head; each serves N/K of them.

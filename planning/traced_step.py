@@ -17,7 +17,7 @@ from jax.extend import core
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
-from models import blockwise_attention, model_spec
+from models import fused_attention, model_spec
 from models.layer_stack import order_of, trip_counts
 from models.positions import layer_pattern
 from models.spec import ModelSpec, latent_sizes
@@ -48,7 +48,7 @@ _CUDNN = {"dot_product_attention_fwd": (1, 1), "dot_product_attention_bwd": (3, 
 def is_kernel_call(equation: Any) -> bool:
   """Returns whether an equation is a call of cuDNN's attention, whose inside is not in HBM."""
   called = equation.primitive.name in ("jit", "pjit")
-  return called and equation.params["name"] == blockwise_attention.CUDNN_KERNEL
+  return called and equation.params["name"] == fused_attention.CUDNN_KERNEL
 
 
 def kernel_flops(equation: Any) -> float:

@@ -36,7 +36,7 @@ def attention_kernel_errors(
 
 
 def no_splash(model: ConfigDict, training: ConfigDict, data: ConfigDict, context: int) -> str:
-  """Returns why models/splash_attention.py cannot run a decoder; "" where it can."""
+  """Returns why partitioning/parallel/splash_kernel.py cannot run a decoder; "" where it can."""
   if training.compute_dtype == "float64":
     return "it computes in float32"
   if context == 1 or model.context_attention == "gather":  # gathered rows are padded

@@ -57,29 +57,6 @@ class Scores:
     return slope * (1 - (scores / self.cap) ** 2) if self.cap else slope
 
 
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-  """The static part of an attention: scores, block sizes, and which pairs can see each other.
-
-  Attributes:
-    scores: how they are computed.
-    queries: most tokens of a block of queries.
-    keys: likewise of keys.
-    complete: query t and key t are in slot t; pairs that the mask excludes are left out. Else,
-      and between documents, pairs are skipped by the slots that they turn out to have.
-  """
-
-  scores: Scores
-  queries: int
-  keys: int
-  complete: bool = False
-
-  @property
-  def dtype(self) -> jnp.dtype:
-    """Returns that of the softmax."""
-    return self.scores.dtype
-
-
 class Queries(NamedTuple):
   """Queries, and what decides which keys they attend to.
 
@@ -110,6 +87,22 @@ class Keys(NamedTuple):
   segments_BS: jax.Array | None
 
 
+class Facts(NamedTuple):
+  """What decides which keys a query attends to, of queries over the keys of complete rows.
+
+  Attributes:
+    slots: of the queries, T or B T; None: query t is in slot t.
+    segments_BT: the document of each query; None: one document.
+    segments_BS: likewise of the keys.
+    kind: which of the windows; None: the first.
+  """
+
+  slots: jax.Array | None
+  segments_BT: jax.Array | None
+  segments_BS: jax.Array | None
+  kind: jax.Array | None
+
+
 def _even(length: int, most: int) -> tuple[int, int]:
   """Returns (number, tokens) of the blocks of a length: of equal sizes, the last one padded."""
   count = -(-length // most)
@@ -119,7 +112,7 @@ def _even(length: int, most: int) -> tuple[int, int]:
 class Cut:
   """Cuts queries and keys into blocks."""
 
-  def __init__(self, blocks: Blocks, queries: Queries, keys: Keys, window: Any):
+  def __init__(self, blocks: "Blocks", queries: Queries, keys: Keys, window: Any):
     """Pads both to full blocks: queries with copies of the last slot, keys with unseen slots."""
     self._blocks, self._window = blocks, window
     length, slots = queries.q_BKGTH.shape[3], keys.k_BKSH.shape[2]
@@ -257,20 +250,21 @@ class Softmax(NamedTuple):
 
 
 def empty_softmax(
-  shape_BKGTU: tuple[int, ...], dtype: jnp.dtype, sinks_KG: jax.Array | None = None
+  shape_BKGTU: tuple[int, ...], dtype: jnp.dtype, sinks_N: jax.Array | None = None
 ) -> Softmax:
   """Returns the softmax over no keys.
 
   Args:
     shape_BKGTU: of the averaged values.
     dtype: of the softmax.
-    sinks_KG: a learned score for each head that takes part in the softmax and has no value
+    sinks_N: a learned score for each head that takes part in the softmax and has no value
       (arXiv:2309.17453); None: none.
   """
   zeros_BKGT = jnp.zeros(shape_BKGTU[:-1], dtype)
   sums = jnp.zeros(shape_BKGTU, dtype)
-  if sinks_KG is None:
+  if sinks_N is None:
     return Softmax(sums, zeros_BKGT + jnp.finfo(dtype).min, zeros_BKGT)
+  sinks_KG = sinks_N.reshape(shape_BKGTU[1:3])
   largest_BKGT = zeros_BKGT + sinks_KG.astype(dtype)[None, :, :, None]
   return Softmax(sums, largest_BKGT, zeros_BKGT + 1)
 
@@ -287,38 +281,6 @@ def by_tokens(x_BKGTH: jax.Array) -> jax.Array:
   return jnp.moveaxis(x_BKGTH, 3, 1).reshape(batch, length, keys * group, size)
 
 
-def add_keys(
-  blocks: Blocks,
-  total: Softmax,
-  queries: Queries,
-  keys: Keys,
-  window: jax.Array | int | None = None,
-) -> Softmax:
-  """Returns the softmax with more keys.
-
-  Args:
-    blocks: how.
-    total: the softmax so far.
-    queries: those that it is of.
-    keys: more keys.
-    window: number of slots that a query attends to, its own being the last; None: its full past.
-  """
-  cut = Cut(blocks, queries, keys, window)
-
-  def step(total: Softmax, pair: jax.Array) -> tuple[Softmax, None]:
-    def more(softmax: Softmax) -> Softmax:
-      return _add_block(blocks.scores, softmax, *cut.pair(pair))
-
-    softmax = jax.tree.map(lambda x: cut.rows(x, pair[0]), total)
-    softmax = cut.unless_masked(pair, more, softmax)
-    return jax.tree.map(lambda x, new: cut.put_rows(x, new, pair[0]), total, softmax), None
-
-  return jax.tree.map(
-    lambda x: x[:, :, :, : queries.q_BKGTH.shape[3]],
-    _each(step, Softmax(*map(cut.padded_rows, total)), cut.pairs()),
-  )
-
-
 class Saved(NamedTuple):
   """What the gradients take of the forward pass, and of what follows it.
 
@@ -326,7 +288,7 @@ class Saved(NamedTuple):
     d_out_BKGTU: the gradient of the averaged values.
     normalizer_BKGT: the logarithm of the softmax's normalizer over all keys.
     products_BKGT: the averaged values times their gradient, summed over U.
-    out_BKGTU: the averaged values, for `splash_blocks`.
+    out_BKGTU: the averaged values, for `splash_kernel`.
   """
 
   d_out_BKGTU: jax.Array
@@ -342,67 +304,185 @@ def saved(out_BKGTU: jax.Array, d_out_BKGTU: jax.Array, normalizer_BKGT: jax.Arr
   return Saved(d_out_BKGTU, normalizer_BKGT, products)
 
 
-def grouped(sinks_N: jax.Array | None, keys: int) -> jax.Array | None:
-  """Returns the sinks K G of the query heads in groups; None where there are none."""
-  return None if sinks_N is None else sinks_N.reshape(keys, -1)
-
-
-def sink_gradient(sinks_N: jax.Array | None, given: Saved) -> jax.Array | None:
-  """Returns the gradient of sinks: each token's weight of them averages a value of zero."""
-  if sinks_N is None:
-    return None
-  sinks_KG = grouped(sinks_N, given.normalizer_BKGT.shape[1]).astype(given.normalizer_BKGT.dtype)
-  weights_BKGT = jnp.exp(sinks_KG[None, :, :, None] - given.normalizer_BKGT)
-  d_sinks_KG = -jnp.sum(weights_BKGT * given.products_BKGT, axis=(0, 3))
-  return d_sinks_KG.reshape(sinks_N.shape).astype(sinks_N.dtype)
-
-
-def add_gradients(
-  blocks: Blocks,
-  totals: tuple[jax.Array, jax.Array, jax.Array],
-  given: Saved,
-  queries: Queries,
-  keys: Keys,
-  window: jax.Array | int | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns sums of gradients, those of the pairs of these queries and keys added.
+def sink_gradient(
+  sinks_N: jax.Array | None, normalizer: jax.Array, products: jax.Array
+) -> jax.Array | None:
+  """Returns the gradient of sinks: each token's weight of them averages a value of zero.
 
   Args:
-    blocks: how.
-    totals: of the queries (B K G T H), keys (B K S H) and values (B K S U), in the dtype of the
-      softmax.
-    given: of `saved`.
-    queries: as in `add_keys`.
-    keys: likewise.
-    window: likewise.
+    sinks_N: the sinks; None: there are none.
+    normalizer: as in `Saved`, of heads in groups or not.
+    products: likewise.
   """
-  cut = Cut(blocks, queries, keys, window)
-  # Of padding the gradient is zero.
-  padded = Saved(
-    cut.padded_rows(given.d_out_BKGTU, mode="constant"),
-    cut.padded_rows(given.normalizer_BKGT),
-    cut.padded_rows(given.products_BKGT, mode="constant"),
-  )
+  if sinks_N is None:
+    return None
+  sinks = sinks_N.reshape(normalizer.shape[1:-1]).astype(normalizer.dtype)
+  weights = jnp.exp(sinks[None, ..., None] - normalizer)
+  d_sinks = -jnp.sum(weights * products, axis=(0, normalizer.ndim - 1))
+  return d_sinks.reshape(sinks_N.shape).astype(sinks_N.dtype)
 
-  def step(totals: tuple, pair: jax.Array) -> tuple[tuple, None]:
-    def more(parts: tuple) -> tuple:
-      rows = jax.tree.map(lambda x: cut.rows(x, pair[0]), padded)
-      found = _block_gradients(blocks.scores, rows, *cut.pair(pair))
-      return tuple(x + new for x, new in zip(parts, found, strict=True))
+
+# ------------------------------ attention in blocks ------------------------------
+
+Totals = tuple[jax.Array, jax.Array, jax.Array]  # of gradients: B K G T H, B K S H and B K S U
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+  """The static part of an attention: scores, block sizes, and which pairs can see each other.
+
+  Attributes:
+    scores: how they are computed.
+    queries: most tokens of a block of queries.
+    keys: likewise of keys.
+    complete: query t and key t are in slot t; pairs that the mask excludes are left out. Else,
+      and between documents, pairs are skipped by the slots that they turn out to have.
+    windows: the sliding windows of the kinds of layers; None: the full past.
+  """
+
+  scores: Scores
+  queries: int
+  keys: int
+  complete: bool = False
+  windows: tuple[int | None, ...] = (None,)
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    """Returns that of the softmax."""
+    return self.scores.dtype
+
+  def prepared(self, q_BTNH: jax.Array) -> jax.Array:
+    """Returns queries as the methods take them: unchanged."""
+    return q_BTNH
+
+  def attend(
+    self, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, facts: Facts
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the averaged values B T N U, and the logarithm of the normalizer B K G T.
+
+    Args:
+      q: queries, B T N H.
+      k: keys, B S K H.
+      v: values, B S K U.
+      sinks: of the N heads; None: none.
+      facts: of them.
+    """
+
+    def softmax(window: int | None, queries: Queries, keys: Keys) -> Softmax:
+      shape = (*queries.q_BKGTH.shape[:-1], v.shape[-1])
+      return self.add_keys(empty_softmax(shape, self.dtype, sinks), queries, keys, window)
+
+    found = by_kind(self.windows, facts.kind, softmax, *_pairs(q, k, v, facts))
+    out_BKGTU, normalizer_BKGT = found.finished()
+    return by_tokens(out_BKGTU).astype(v.dtype), normalizer_BKGT
+
+  def gradients(self, q, k, v, sinks, facts: Facts, out, normalizer, d_out) -> tuple:
+    """Returns the gradients of the first four arguments of `attend`, of which `out` is a result."""
+    queries, keys = _pairs(q, k, v, facts)
+    given = saved(*(by_heads(x, k.shape[2]) for x in (out, d_out)), normalizer)
+
+    def of_window(window: int | None, given: Saved, queries: Queries, keys: Keys) -> Totals:
+      arrays = queries.q_BKGTH, keys.k_BKSH, keys.v_BKSU
+      zeros = tuple(jnp.zeros(x.shape, self.dtype) for x in arrays)
+      return self.add_gradients(zeros, given, queries, keys, window)
+
+    d_q, d_k, d_v = by_kind(self.windows, facts.kind, of_window, given, queries, keys)
+    d_sinks = sink_gradient(sinks, normalizer, given.products_BKGT)
+    d_k, d_v = jnp.swapaxes(d_k, 1, 2), jnp.swapaxes(d_v, 1, 2)
+    return by_tokens(d_q), d_k, d_v, d_sinks
+
+  def add_keys(
+    self,
+    total: Softmax,
+    queries: Queries,
+    keys: Keys,
+    window: jax.Array | int | None = None,
+    *,
+    every: bool = False,
+  ) -> Softmax:
+    """Returns the softmax with more keys.
+
+    Args:
+      total: the softmax so far.
+      queries: those that it is of.
+      keys: more keys.
+      window: number of slots that a query attends to, its own being the last; None: its full past.
+      every: whether each query is after all keys; the slots say so too.
+    """
+    del every
+    cut = Cut(self, queries, keys, window)
+
+    def step(total: Softmax, pair: jax.Array) -> tuple[Softmax, None]:
+      def more(softmax: Softmax) -> Softmax:
+        return _add_block(self.scores, softmax, *cut.pair(pair))
+
+      softmax = jax.tree.map(lambda x: cut.rows(x, pair[0]), total)
+      softmax = cut.unless_masked(pair, more, softmax)
+      return jax.tree.map(lambda x, new: cut.put_rows(x, new, pair[0]), total, softmax), None
+
+    return jax.tree.map(
+      lambda x: x[:, :, :, : queries.q_BKGTH.shape[3]],
+      _each(step, Softmax(*map(cut.padded_rows, total)), cut.pairs()),
+    )
+
+  def add_gradients(
+    self,
+    totals: Totals,
+    given: Saved,
+    queries: Queries,
+    keys: Keys,
+    window: jax.Array | int | None = None,
+    *,
+    every: bool = False,
+  ) -> Totals:
+    """Returns sums of gradients, in the softmax's dtype, with those of these queries and keys.
+
+    Args:
+      totals: the sums so far.
+      given: of `saved`.
+      queries: as in `add_keys`.
+      keys: likewise.
+      window: likewise.
+      every: likewise.
+    """
+    del every
+    cut = Cut(self, queries, keys, window)
+    # Of padding the gradient is zero.
+    padded = Saved(
+      cut.padded_rows(given.d_out_BKGTU, mode="constant"),
+      cut.padded_rows(given.normalizer_BKGT),
+      cut.padded_rows(given.products_BKGT, mode="constant"),
+    )
+
+    def step(totals: Totals, pair: jax.Array) -> tuple[Totals, None]:
+      def more(parts: Totals) -> Totals:
+        rows = jax.tree.map(lambda x: cut.rows(x, pair[0]), padded)
+        found = _block_gradients(self.scores, rows, *cut.pair(pair))
+        return tuple(x + new for x, new in zip(parts, found, strict=True))
+
+      d_q, d_k, d_v = totals
+      parts = cut.rows(d_q, pair[0]), cut.columns(d_k, pair[1]), cut.columns(d_v, pair[1])
+      parts = cut.unless_masked(pair, more, parts)
+      d_k, d_v = (
+        cut.put_columns(x, new, pair[1]) for x, new in zip((d_k, d_v), parts[1:], strict=True)
+      )
+      return (cut.put_rows(d_q, parts[0], pair[0]), d_k, d_v), None
 
     d_q, d_k, d_v = totals
-    parts = cut.rows(d_q, pair[0]), cut.columns(d_k, pair[1]), cut.columns(d_v, pair[1])
-    parts = cut.unless_masked(pair, more, parts)
-    d_k, d_v = (
-      cut.put_columns(x, new, pair[1]) for x, new in zip((d_k, d_v), parts[1:], strict=True)
-    )
-    return (cut.put_rows(d_q, parts[0], pair[0]), d_k, d_v), None
+    start = cut.padded_rows(d_q), cut.padded_columns(d_k), cut.padded_columns(d_v)
+    found = _each(step, start, cut.pairs())
+    length, slots = queries.q_BKGTH.shape[3], keys.k_BKSH.shape[2]
+    return found[0][:, :, :, :length], found[1][:, :, :slots], found[2][:, :, :slots]
 
-  d_q, d_k, d_v = totals
-  start = cut.padded_rows(d_q), cut.padded_columns(d_k), cut.padded_columns(d_v)
-  found = _each(step, start, cut.pairs())
-  length, slots = queries.q_BKGTH.shape[3], keys.k_BKSH.shape[2]
-  return found[0][:, :, :, :length], found[1][:, :, :slots], found[2][:, :, :slots]
+
+def _pairs(q: jax.Array, k: jax.Array, v: jax.Array, facts: Facts) -> tuple[Queries, Keys]:
+  """Returns arguments of `Blocks.attend` as those of `Blocks.add_keys`."""
+  slots = facts.slots
+  slots = jnp.arange(q.shape[1], dtype=jnp.int32) if slots is None else slots
+  slots_BT = slots if slots.ndim == 2 else slots[None]
+  slots_S = jnp.arange(k.shape[1], dtype=slots_BT.dtype)
+  queries = Queries(by_heads(q, k.shape[2]), slots_BT, facts.segments_BT)
+  return queries, Keys(*(jnp.swapaxes(x, 1, 2) for x in (k, v)), slots_S, facts.segments_BS)
 
 
 def _each(step: Callable, total: Any, pairs: np.ndarray) -> Any:

@@ -29,7 +29,7 @@ from partitioning.constraints import (
   manual_axes,
   tie_to,
 )
-from partitioning.parallel import attention_blocks, collectives, splash_kernel
+from partitioning.parallel import attention_blocks, collectives
 from partitioning.parallel.attention_blocks import Blocks, Keys, Queries
 from partitioning.parallel.manual_region import manual_region
 from partitioning.parallel.splash_kernel import SplashBlocks
@@ -136,8 +136,8 @@ def ring_attention(
       one document.
     window: number of slots that a query attends to, its own being the last; None: its full past.
       With `SplashBlocks` the kind of the layer; None: the first.
-    blocks: how scores are computed, in blocks of how many tokens. With `SplashBlocks` queries are
-      scaled, and a piece of the order is a multiple of 128 tokens.
+    blocks: how scores are computed, in blocks of how many tokens. With `SplashBlocks` a piece of
+      the order is a multiple of 128 tokens.
     letters: the legend's letters of the queries, the keys and the values.
     sinks_N: a learned score per head that has no value (arXiv:2309.17453); None: none.
     name: of the output and the softmax's normalizer, for the policy of a surrounding
@@ -146,6 +146,7 @@ def ring_attention(
   Returns:
     B T N U, sharded as the queries.
   """
+  q_BTNH = blocks.prepared(q_BTNH)
   layout, sizes = automatic_layout("ring attention")
   of_queries, of_keys, of_values = letters
   around = axes_splitting(of_queries[1])
@@ -228,18 +229,6 @@ class _Ring:
   blocks: Blocks | SplashBlocks
   name: str = ""
 
-  def add_keys(self, *given: Any, every: bool) -> attention_blocks.Softmax:
-    """Returns the softmax with more keys, `every`: each query is after all of them."""
-    if isinstance(self.blocks, SplashBlocks):
-      return splash_kernel.add_keys(self.blocks, *given, every=every)
-    return attention_blocks.add_keys(self.blocks, *given)
-
-  def add_gradients(self, *given: Any, every: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the sums of gradients with those of more keys, `every` as in `add_keys`."""
-    if isinstance(self.blocks, SplashBlocks):
-      return splash_kernel.add_gradients(self.blocks, *given, every=every)
-    return attention_blocks.add_gradients(self.blocks, *given)
-
   def named(self, x: jax.Array) -> jax.Array:
     """Returns x under the ring's name, if it has one."""
     return checkpoint_name(x, self.name) if self.name else x
@@ -314,7 +303,7 @@ def _forward(ring: _Ring, q, k, v, sinks, facts: _QueryFacts):
   def add(block: _KVBlock, total, rows, columns, slots_S, *, every=True):
     pairs = _pairs(q_BKGTH, facts, block, rows, columns, slots_S)
     part = jax.tree.map(lambda x: x[:, :, :, rows], total)
-    part = ring.add_keys(part, *pairs, facts.window, every=every)
+    part = ring.blocks.add_keys(part, *pairs, facts.window, every=every)
     return jax.tree.map(lambda x, new: x.at[:, :, :, rows].set(new), total, part)
 
   def step(carry, number):
@@ -325,8 +314,7 @@ def _forward(ring: _Ring, q, k, v, sinks, facts: _QueryFacts):
   block = _KVBlock(k, v, facts.segments_BT)
   following = ring.next(block)
   shape = (*q_BKGTH.shape[:-1], v.shape[-1])
-  wide, grouped = ring.blocks.dtype, attention_blocks.grouped(sinks, heads)
-  total = attention_blocks.empty_softmax(shape, wide, grouped)
+  total = attention_blocks.empty_softmax(shape, ring.blocks.dtype, sinks)
   for rows, columns in _local_pairs(ring, q.shape[1]):
     total = add(block, total, rows, columns, facts.slots_T, every=False)
   total, block = ring.steps(step, (total, following))
@@ -364,7 +352,7 @@ def _backward(ring: _Ring, saved, d_out):
     part = jax.tree.map(lambda x: x[:, :, :, rows], given)
     zeros = (jnp.zeros(x.shape, normalizer_BKGT.dtype) for x in pairs[1][:2])
     totals = sums[0][:, :, :, rows], *zeros
-    d_q, *d_kv = ring.add_gradients(totals, part, *pairs, facts.window, every=every)
+    d_q, *d_kv = ring.blocks.add_gradients(totals, part, *pairs, facts.window, every=every)
     d_kv = (sum_kv_grads(jnp.swapaxes(d, 1, 2), facts.serving_N, k.shape[2]) for d in d_kv)
     more = (x.at[:, columns].add(d) for x, d in zip(sums[1:], d_kv, strict=True))
     return sums[0].at[:, :, :, rows].set(d_q), *more
@@ -392,7 +380,7 @@ def _backward(ring: _Ring, saved, d_out):
   d_q, d_block = contribute(d_q, block, d_block, ring.last)
   d_k, d_v = ring.next(d_block)  # back to their owner
   d_q = attention_blocks.by_tokens(d_q).astype(q.dtype)
-  d_sinks = attention_blocks.sink_gradient(sinks, given)
+  d_sinks = attention_blocks.sink_gradient(sinks, normalizer_BKGT, given.products_BKGT)
   return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None
 
 

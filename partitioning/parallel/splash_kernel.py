@@ -12,12 +12,22 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from partitioning.parallel.attention_blocks import Keys, Queries, Saved, Softmax, by_kind
+from partitioning.dtypes import scaled
+from partitioning.parallel.attention_blocks import (
+  Facts,
+  Keys,
+  Queries,
+  Saved,
+  Softmax,
+  Totals,
+  by_kind,
+  sink_gradient,
+)
 
 LANES = 128  # lengths are multiples
 
@@ -195,30 +205,78 @@ def _documents(segments: Segments | None) -> Any:
   return None if segments is None else _pallas().SegmentIds(*segments)
 
 
-# ------------------------------ steps of a ring ------------------------------
-# What `attention_blocks` does, by the kernel.
-#
-# Queries and keys are pieces of consecutive slots, as `ring_attention` passes them around. Each
-# call of the kernel is an online softmax over its keys, which is added to the one so far.
+# ------------------------------ attention by the kernel ------------------------------
+# What `attention_blocks.Blocks` does.
 
 _NO_KEY = -1e30  # the logarithm of a normalizer below which no key was seen
 
 
 @dataclasses.dataclass(frozen=True)
 class SplashBlocks:
-  """The static part of an attention, as `block_pairs.Blocks`.
+  """The static part of an attention, with the methods of `attention_blocks.Blocks`.
 
   Attributes:
-    cap: soft cap of the scores, of queries that are scaled; 0 is off.
+    scale: of the scores.
+    cap: soft cap of the scaled scores; 0 is off.
     windows: the sliding windows of the kinds of layers; None: the full past.
     block: most tokens of a block of queries, and of keys.
-    dtype: of the softmax and of sums of gradients.
+    complete: query t of a row is in slot t.
   """
 
+  scale: float
   cap: float
   windows: tuple[int | None, ...]
   block: int
-  dtype: Any = jnp.float32
+  complete: bool = False
+  dtype: ClassVar[jnp.dtype] = jnp.float32  # of the softmax and of sums of gradients
+
+  def prepared(self, q_BTNH: jax.Array) -> jax.Array:
+    """Returns queries as the methods take them: scaled."""
+    return scaled(q_BTNH, self.scale)
+
+  # ------------------------------ complete rows of keys ------------------------------
+
+  def attend(
+    self, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, facts: Facts
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the averaged values B T N U, and the logarithm of the normalizer B N T."""
+    wide_BN = None if sinks is None else jnp.tile(sinks.astype(jnp.float32)[None], (len(q), 1))
+    given = (*map(_padded, (q, k, v)), _segments(facts), wide_BN, self._slots(facts))
+    out_BNTU, normalizer_BNT = self._of_rows(facts.kind, Kernel.forward, *given)
+    return _by_tokens(out_BNTU, q.shape[1]), normalizer_BNT[..., : q.shape[1]]
+
+  def gradients(self, q, k, v, sinks, facts: Facts, out, normalizer, d_out) -> tuple:
+    """Returns the gradients of the first four arguments of `attend`, of which `out` is a result."""
+    length, arrays = q.shape[1], tuple(map(_padded, (q, k, v)))
+    padded_BNT = jnp.pad(normalizer, ((0, 0), (0, 0), (0, -length % LANES)))
+    given = (*arrays, _segments(facts), _padded(out), padded_BNT, _padded(d_out))
+    found = self._of_rows(facts.kind, Kernel.backward, *given, self._slots(facts))
+    d_sinks = None
+    if sinks is not None:
+      wide = normalizer.dtype
+      products_BTN = jnp.sum(out.astype(wide) * d_out.astype(wide), axis=-1)
+      d_sinks = sink_gradient(sinks, normalizer, jnp.swapaxes(products_BTN, 1, 2))
+    d_q, *d_kv = found
+    return _by_tokens(d_q, length), *(_by_tokens(x, k.shape[1]) for x in d_kv), d_sinks
+
+  def _of_rows(self, kind: jax.Array | None, function: Callable, *given: Any) -> Any:
+    """Returns function(kernel, *given) with the kernel of a layer's kind."""
+    mask = CAUSAL if self.complete else SLOTS
+
+    def of_window(window: int | None, *given: Any) -> Any:
+      return function(Kernel(self.cap, window, mask, self.block), *given)
+
+    return by_kind(self.windows, kind, of_window, *given)
+
+  def _slots(self, facts: Facts) -> jax.Array | None:
+    """Returns the slots of the queries, those of padding the last one; None of complete rows."""
+    if self.complete:
+      return None
+    return jnp.pad(facts.slots, (0, -facts.slots.size % LANES), mode="edge")
+
+  # ------------------------------ steps of a ring ------------------------------
+  # Queries and keys are pieces of consecutive slots, as `ring_attention` passes them around. Each
+  # call of the kernel is an online softmax over its keys, which is added to the one so far.
 
   def parts(
     self, window: int | None, queries: Queries, keys: Keys, every: bool
@@ -242,40 +300,52 @@ class SplashBlocks:
     # The early piece of a device comes before its late one: as in a row of these two alone.
     yield make(mask=EVERY if every else CAUSAL), slice(0, size), None
 
+  def add_keys(
+    self, total: Softmax, queries: Queries, keys: Keys, kind: jax.Array | None, *, every: bool
+  ) -> Softmax:
+    """Returns the softmax with more keys; arguments as of `Blocks.add_keys`, `kind` of `attend`."""
+    shape_BKGT = queries.q_BKGTH.shape[:-1]
 
-def add_keys(
-  how: SplashBlocks,
-  total: Softmax,
-  queries: Queries,
-  keys: Keys,
-  kind: jax.Array | None,
-  *,
-  every: bool,
-) -> Softmax:
-  """Returns the softmax with more keys.
+    def added(window: int | None, total: Softmax, queries: Queries, keys: Keys) -> Softmax:
+      for kernel, columns, slots_T in self.parts(window, queries, keys, every):
+        given = _arrays(queries, keys, columns)
+        out_BNTU, normalizer_BNT = kernel.forward(*given, slots_T=slots_T)
+        largest = normalizer_BNT.reshape(shape_BKGT)
+        out = out_BNTU.reshape(*shape_BKGT, -1).astype(self.dtype)
+        seen = largest > _NO_KEY
+        part = Softmax(jnp.where(seen[..., None], out, 0), largest, seen.astype(self.dtype))
+        total = _sum(total, part)
+      return total
 
-  Args:
-    how: the static part.
-    total: the softmax so far.
-    queries: those that it is of, scaled.
-    keys: more keys.
-    kind: of the layer; None: the first.
-    every: as in `SplashBlocks.parts`.
-  """
-  shape_BKGT = queries.q_BKGTH.shape[:-1]
+    return by_kind(self.windows, kind, added, total, queries, keys)
 
-  def added(window: int | None, total: Softmax, queries: Queries, keys: Keys) -> Softmax:
-    for kernel, columns, slots_T in how.parts(window, queries, keys, every):
-      given = _arrays(queries, keys, columns)
-      out_BNTU, normalizer_BNT = kernel.forward(*given, slots_T=slots_T)
-      largest = normalizer_BNT.reshape(shape_BKGT)
-      out = out_BNTU.reshape(*shape_BKGT, -1).astype(how.dtype)
-      seen = largest > _NO_KEY
-      part = Softmax(jnp.where(seen[..., None], out, 0), largest, seen.astype(how.dtype))
-      total = _sum(total, part)
-    return total
+  def add_gradients(
+    self,
+    totals: Totals,
+    given: Saved,
+    queries: Queries,
+    keys: Keys,
+    kind: jax.Array | None,
+    *,
+    every: bool,
+  ) -> Totals:
+    """Returns sums of gradients with more; arguments as of `Blocks.add_gradients`."""
 
-  return by_kind(how.windows, kind, added, total, queries, keys)
+    def added(window: int | None, totals, given: Saved, queries: Queries, keys: Keys):
+      d_q, d_k, d_v = totals
+      for kernel, columns, slots_T in self.parts(window, queries, keys, every):
+        q, k, v, segments = _arrays(queries, keys, columns)
+        out, d_out = (_by_heads(x) for x in (given.out_BKGTU, given.d_out_BKGTU))
+        normalizer = given.normalizer_BKGT.reshape(q.shape[:3])
+        more = kernel.backward(q, k, v, segments, out, normalizer, d_out, slots_T)
+        d_q = d_q + more[0].reshape(d_q.shape).astype(self.dtype)
+        d_k, d_v = (
+          x.at[:, :, columns].add(new.astype(self.dtype))
+          for x, new in zip((d_k, d_v), more[1:], strict=True)
+        )
+      return d_q, d_k, d_v
+
+    return by_kind(self.windows, kind, added, totals, given, queries, keys)
 
 
 def _sum(one: Softmax, other: Softmax) -> Softmax:
@@ -286,43 +356,23 @@ def _sum(one: Softmax, other: Softmax) -> Softmax:
   return Softmax(sums, top, one.weight_BKGT * shrink[0] + other.weight_BKGT * shrink[1])
 
 
-def add_gradients(
-  how: SplashBlocks,
-  totals: tuple[jax.Array, jax.Array, jax.Array],
-  given: Saved,
-  queries: Queries,
-  keys: Keys,
-  kind: jax.Array | None,
-  *,
-  every: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns sums of gradients, those of the pairs of these queries and keys added.
+def _segments(facts: Facts) -> Segments | None:
+  """Returns the documents of queries and keys, those of padding the last one."""
+  if facts.segments_BT is None:
+    return None
+  pairs = facts.segments_BT, facts.segments_BS
+  return tuple(jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES)), mode="edge") for x in pairs)
 
-  Args:
-    how: the static part.
-    totals: of the queries (B K G T H), keys (B K S H) and values (B K S U), in float32.
-    given: of `attention_blocks.saved`, with the averaged values.
-    queries: as in `add_keys`.
-    keys: likewise.
-    kind: likewise.
-    every: likewise.
-  """
 
-  def added(window: int | None, totals, given: Saved, queries: Queries, keys: Keys):
-    d_q, d_k, d_v = totals
-    for kernel, columns, slots_T in how.parts(window, queries, keys, every):
-      q, k, v, segments = _arrays(queries, keys, columns)
-      out, d_out = (_by_heads(x) for x in (given.out_BKGTU, given.d_out_BKGTU))
-      normalizer = given.normalizer_BKGT.reshape(q.shape[:3])
-      more = kernel.backward(q, k, v, segments, out, normalizer, d_out, slots_T)
-      d_q = d_q + more[0].reshape(d_q.shape).astype(how.dtype)
-      d_k, d_v = (
-        x.at[:, :, columns].add(new.astype(how.dtype))
-        for x, new in zip((d_k, d_v), more[1:], strict=True)
-      )
-    return d_q, d_k, d_v
+def _padded(x_BTNH: jax.Array) -> jax.Array:
+  """Returns B N T H, T padded with zeros: later slots, which no query sees."""
+  padded = jnp.pad(x_BTNH, ((0, 0), (0, -x_BTNH.shape[1] % LANES), (0, 0), (0, 0)))
+  return jnp.moveaxis(padded, 2, 1)
 
-  return by_kind(how.windows, kind, added, totals, given, queries, keys)
+
+def _by_tokens(x_BNTH: jax.Array, length: int) -> jax.Array:
+  """Returns B T N H, the first T: the inverse of `_padded`."""
+  return jnp.moveaxis(x_BNTH[:, :, :length], 1, 2)
 
 
 def _arrays(queries: Queries, keys: Keys, columns: slice) -> tuple:

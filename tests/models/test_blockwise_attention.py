@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention, blockwise_attention
+from models import attention, fused_attention
 from models.attention import soft_cap
+from partitioning.parallel.attention_blocks import Blocks, Scores
 from tests.helpers.jobs import make_job
 from tests.parity.comparison import assert_equal, train
 
@@ -31,19 +32,31 @@ CASES = [
 ]
 
 
-def ours(q, k, v, sinks, segments, *, complete=True, sizes=(8, 8), kind=None, **given):
-  """Returns blockwise attention, without a mesh."""
+def blockwise(how, *arrays, **given):
+  """Returns attention in blocks, without a mesh."""
+  with mock.patch.object(fused_attention, "on_shards", lambda f, given, out, *x: f(*x)):
+    return fused_attention.attention(how, *arrays, **given)
+
+
+def ours(
+  q,
+  k,
+  v,
+  sinks,
+  segments,
+  *,
+  complete=True,
+  sizes=(8, 8),
+  kind=None,
+  cap=0.0,
+  scale=H**-0.5,
+  windows=(None,),
+):
+  """Returns blockwise attention of all slots."""
   kind = None if kind is None else jnp.int32(kind)
   found = (jnp.asarray(SEGMENTS), jnp.asarray(SEGMENTS)) if segments else None
-  with mock.patch.object(blockwise_attention, "on_shards", lambda f, given, out, *x: f(*x)):
-    return blockwise_attention.attention(
-      *(q, k, v, jnp.asarray(SLOTS), found),
-      sinks_N=sinks,
-      complete=complete,
-      blocks=sizes,
-      kind=kind,
-      **given,
-    )
+  how = Blocks(Scores(scale, q.dtype, cap), *sizes, complete=complete, windows=windows)
+  return blockwise(how, q, k, v, jnp.asarray(SLOTS), found, sinks_N=sinks, kind=kind)
 
 
 def plain(q, k, v, sinks, segments, *, cap=0.0, scale=H**-0.5, windows=(None,), kind=0):
@@ -124,10 +137,8 @@ def test_masked_blocks_are_not_computed():
   slots, segments = jnp.asarray(SLOTS[:, :32]), jnp.asarray([[0] * 8 + [1] * 24], jnp.int32)
   for more, complete in (({"windows": (8,)}, True), ({"windows": (8,)}, False), ({}, True)):
     told = None if more else (segments, segments)
-    with mock.patch.object(blockwise_attention, "on_shards", lambda f, given, out, *x: f(*x)):
-      found = blockwise_attention.attention(
-        q, broken, v, slots, told, complete=complete, blocks=(8, 8), **more
-      )
+    how = Blocks(Scores(H**-0.5, q.dtype), 8, 8, complete=complete, **more)
+    found = blockwise(how, q, broken, v, slots, told)
     first = 16 if more else 8  # of the second block a window still sees the first
     assert np.isnan(found[:, :first]).all()
     assert np.isfinite(found[:, first:]).all()

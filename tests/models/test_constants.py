@@ -16,7 +16,7 @@ from flax import nnx
 
 from models import (
   attention,
-  blockwise_attention,
+  fused_attention,
   latent_attention,
   layer_stack,
   layers,
@@ -121,7 +121,7 @@ def test_jax_s_attention_for_gpus_scales_by_the_scale():
   slots_BT = jnp.arange(T, dtype=jnp.int32)[None]
   how = {"scale": DEEPSEEK_V3, "implementation": "xla"}
   with make_job("single", "lm").tracing(), jax.numpy_dtype_promotion("standard"):
-    assert_scores(lambda *x: blockwise_attention.cudnn_attention(*x, slots_BT, **how), DEEPSEEK_V3)
+    assert_scores(lambda *x: fused_attention.cudnn_attention(*x, slots_BT, **how), DEEPSEEK_V3)
 
 
 def test_scores_of_images_are_scaled_by_the_scale():

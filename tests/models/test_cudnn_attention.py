@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import blockwise_attention
+from models import fused_attention
+from partitioning.parallel.attention_blocks import Blocks, Scores
 from planning import traced_step
 from planning.step_facts import of_job
 from tests.helpers.jobs import make_job
@@ -39,10 +40,12 @@ def both(function, kind, q, k, v, d_out):
 def test_results_and_gradients_are_those_of_blocks(mesh, given, kind):
   sizes = {"model.heads": N, "model.kv_heads": K, "model.head_size": H}
   job = make_job("single", "lm", **sizes, **mesh)
-  blocks = {"complete": True, "blocks": (T, T)}
+  scores = Scores(given.get("scale", H**-0.5), jnp.float32)
+  how = Blocks(scores, T, T, complete=True, windows=given["windows"])
+  in_blocks = functools.partial(fused_attention.attention, how)
   ways = (
-    functools.partial(blockwise_attention.cudnn_attention, implementation="xla", **given),
-    functools.partial(blockwise_attention.attention, **blocks, **given),
+    functools.partial(fused_attention.cudnn_attention, implementation="xla", **given),
+    in_blocks,
   )
   inputs = [jnp.asarray(x, jnp.float32) for x in ARRAYS]
   kind = None if kind is None else jnp.int32(kind)
@@ -61,7 +64,7 @@ def test_results_are_those_of_numpy():
     keys = slice(max(0, t - 6), t + 1)
     weights = np.exp(k[b, keys, n // 2] @ q[b, t, n] / 4)
     wanted[b, t, n] = weights @ v[b, keys, n // 2] / weights.sum()
-  attend = functools.partial(blockwise_attention._cudnn_on_device, "xla", None, (7,), kind=None)
+  attend = functools.partial(fused_attention._cudnn_on_device, "xla", None, (7,), kind=None)
   found = attend(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
   np.testing.assert_allclose(found, wanted, atol=1e-5)
 
@@ -72,7 +75,7 @@ def test_a_gpus_program_calls_cudnn_with_the_causal_mask_and_the_window():
   def gradients(q, k, v):
     return jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
 
-  attend = functools.partial(blockwise_attention._cudnn_on_device, "cudnn", None, (7,), kind=None)
+  attend = functools.partial(fused_attention._cudnn_on_device, "cudnn", None, (7,), kind=None)
   # Without cuDNN on this machine JAX does not know its version.
   version = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
   with mock.patch(version, return_value=91000):
@@ -93,9 +96,7 @@ def test_a_plan_sees_one_kernel_that_reads_and_writes_no_scores(rematerializatio
   found = traced_step.equations(
     traced_step.gradients(traced_step.DevicePart(of_job(job), job.config, 1.0))
   )
-  kernels = [
-    x for x in found if x.params.get("name") == blockwise_attention.CUDNN_KERNEL and x.invars
-  ]
+  kernels = [x for x in found if x.params.get("name") == fused_attention.CUDNN_KERNEL and x.invars]
   # Forward, perhaps again, and backward.
   assert len(kernels) == times
   arrays = [x.aval.shape for one in kernels for x in (*one.invars, *one.outvars)]

@@ -8,8 +8,10 @@ import pytest
 from configs import dp8
 from configs.keys import table
 from configs.schema import finalize, validate
-from models import blockwise_attention, splash_attention
+from models import fused_attention
 from partitioning.constraints import activation_layout
+from partitioning.parallel.attention_blocks import Blocks, Scores
+from partitioning.parallel.splash_kernel import SplashBlocks
 from partitioning.rules import Dim
 from tests.helpers.jobs import make_job
 from tests.models import numpy_decoder
@@ -60,16 +62,16 @@ def test_results_and_gradients_are_those_of_all_scores(mesh, given, segments, si
   )
   slots_BT = jnp.arange(T, dtype=jnp.int32)[None]
   sinks_N = jnp.arange(N, dtype=jnp.float32) if sinks else None
-  given |= {name: jnp.int32(x) for name, x in given.items() if name == "kind"}
+  cap, windows = given.get("cap", 0.0), given["windows"]
+  more = {"kind": jnp.int32(given["kind"]) if "kind" in given else None, "value_head": "U"}
 
   def plain(q, k, v, sinks):
-    how = {**given, "complete": True, "blocks": (T, T), "value_head": "U"}
-    return blockwise_attention.attention(q, k, v, slots_BT, told, sinks_N=sinks, **how)
+    how = Blocks(Scores(H**-0.5, q.dtype, cap), T, T, complete=True, windows=windows)
+    return fused_attention.attention(how, q, k, v, slots_BT, told, sinks_N=sinks, **more)
 
   def kernel(q, k, v, sinks):
-    return splash_attention.attention(
-      q, k, v, told, sinks_N=sinks, block=128, value_head="U", **given
-    )
+    how = SplashBlocks(H**-0.5, cap, windows, 128, complete=True)
+    return fused_attention.attention(how, q, k, v, None, told, sinks_N=sinks, **more)
 
   tables, legend = job.config.partitioning, {**job.legend, "U": Dim("head", U)}
   with (
@@ -98,7 +100,8 @@ def test_queries_of_other_slots_see_their_window():
   arrays = *map(jnp.asarray, (q, k, v)), jnp.asarray(slots_T)
 
   def attend(q, k, v, slots_T):
-    return splash_attention.attention(q, k, v, slots_T=slots_T, windows=(window,), block=128)
+    how = SplashBlocks(H**-0.5, 0.0, (window,), 128)
+    return fused_attention.attention(how, q, k, v, slots_T[None])
 
   job = make_job("single", "lm", **{"model.head_size": H})
   with job.tracing(), jax.default_matmul_precision("highest"):

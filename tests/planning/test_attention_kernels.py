@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import blockwise_attention
+from models import fused_attention
 from planning import traced_step
 from tests.helpers.jobs import make_job
 
@@ -33,7 +33,7 @@ def trained(window, policy=None):
 
   def loss(q, k, v):
     slots = jnp.arange(T)[None]
-    out = blockwise_attention.cudnn_attention(q, k, v, slots, windows=(window,))
+    out = fused_attention.cudnn_attention(q, k, v, slots, windows=(window,))
     return out.astype(jnp.float32).sum()
 
   again = functools.partial(jax.checkpoint, policy=policy) if policy else lambda function: function

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import blockwise_attention, splash_attention
+from models import fused_attention
+from partitioning.parallel.attention_blocks import Blocks, Scores
 from partitioning.parallel.ring_attention import ring_attention, zigzag_order
 from partitioning.parallel.splash_kernel import SplashBlocks
 from partitioning.rules import Dim
@@ -30,8 +31,8 @@ def around_the_ring(count, how, kind, segments, q, k, v, sinks):
   order = zigzag_order(T, count)
   back = np.argsort(order)
   told = None if segments is None else segments[:, order]
-  blocks = SplashBlocks(how["cap"], how["windows"], 128)
-  ordered = (q[:, order] * H**-0.5, k[:, order], v[:, order])
+  blocks = SplashBlocks(H**-0.5, how["cap"], how["windows"], 128)
+  ordered = (q[:, order], k[:, order], v[:, order])
   letters = ("BTNH", "BTKH", "BTKU")
   given = {"blocks": blocks, "letters": letters, "sinks_N": sinks}
   return ring_attention(*ordered, told, kind, **given)[:, back]
@@ -40,16 +41,18 @@ def around_the_ring(count, how, kind, segments, q, k, v, sinks):
 def gathered(how, kind, segments, q, k, v, sinks):
   """Returns attention of each device's queries over all keys."""
   told = None if segments is None else (segments, segments)
-  given = {"kind": kind, "sinks_N": sinks, "value_head": "U", "block": 128, **how}
-  return splash_attention.attention(q, k, v, told, slots_T=jnp.asarray(SLOTS), **given)
+  blocks = SplashBlocks(H**-0.5, how["cap"], how["windows"], 128)
+  given = {"kind": kind, "sinks_N": sinks, "value_head": "U"}
+  return fused_attention.attention(blocks, q, k, v, jnp.asarray(SLOTS)[None], told, **given)
 
 
 def in_blocks(how, kind, segments, q, k, v, sinks):
   """Returns the same on one device, in plain JAX."""
   told = None if segments is None else (segments, segments)
-  given = {"kind": kind, "sinks_N": sinks, "value_head": "U", **how}
-  slots = jnp.asarray(SLOTS)[None]
-  return blockwise_attention.attention(q, k, v, slots, told, complete=True, blocks=(T, T), **given)
+  scores = Scores(H**-0.5, q.dtype, how["cap"])
+  blocks = Blocks(scores, T, T, complete=True, windows=how["windows"])
+  given = {"kind": kind, "sinks_N": sinks, "value_head": "U"}
+  return fused_attention.attention(blocks, q, k, v, jnp.asarray(SLOTS)[None], told, **given)
 
 
 def results(function, mesh, how, *, kind=None, extras=False):

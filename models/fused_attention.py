@@ -1,148 +1,82 @@
-"""Causal attention that never has all scores in memory, in plain JAX, for every platform.
+"""Causal attention without all scores in memory: in plain JAX, and by kernels of TPUs and GPUs.
 
-`partitioning.parallel.attention_blocks` has the online softmax and its gradients; ring attention
-uses them as well.
+Plain JAX (`partitioning.parallel.attention_blocks`) runs on every platform, splash attention
+(`partitioning.parallel.splash_kernel`) on TPUs. Both also are the steps of ring attention. cuDNN's
+kernel is called through `jax.nn`.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from partitioning.dtypes import wide_dtype
-from partitioning.parallel import attention_blocks
-from partitioning.parallel.attention_blocks import (
-  Blocks,
-  Keys,
-  Queries,
-  Saved,
-  Scores,
-  Softmax,
-  by_heads,
-  by_kind,
-  by_tokens,
-  empty_softmax,
-  grouped,
-)
+from partitioning.parallel.attention_blocks import Blocks, Facts, Scores, by_kind
 from partitioning.parallel.sharded_function import on_shards
+from partitioning.parallel.splash_kernel import SplashBlocks
 from runtime.rematerialization import ATTENTION_OUTPUT
+
+# ------------------------------ blocks of queries and keys ------------------------------
 
 
 def attention(
+  how: Blocks | SplashBlocks,
   q_BTNH: Float[Array, "B T N H"],
   k_BSKH: Float[Array, "B S K H"],
   v_BSKU: Float[Array, "B S K U"],
-  slots_BT: Int[Array, "#B T"],
+  slots_BT: Int[Array, "#B T"] | None = None,
   segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
   *,
-  scale: float | None = None,
-  cap: float = 0.0,
-  windows: tuple[int | None, ...] = (None,),
   kind: Int[Array, ""] | None = None,
   sinks_N: Float[Array, " N"] | None = None,
-  complete: bool,
-  blocks: tuple[int, int],
   value_head: str = "H",
 ) -> Float[Array, "B T N U"]:
   """Returns the same as `attention.causal_attention`, in memory linear in T and S.
 
   Args:
+    how: scores are computed, in which blocks, and the windows of the kinds of layers.
     q_BTNH: queries.
     k_BSKH: keys; slot s has the s-th of its row. Each of the K heads serves N/K query heads.
     v_BSKU: values, likewise; their heads may have another size.
-    slots_BT: of the queries; each attends to the slots up to its own.
+    slots_BT: of the queries; each attends to the slots up to its own. None: query t is in slot t.
     segments: document of each query and key; a query attends only to its own. None: one document.
-    scale: of the scores; None: H ** -0.5.
-    cap: of the scaled scores; 0 is off.
-    windows: the sliding windows of the kinds of layers; None: the full past.
-    kind: which of them; None: the first.
+    kind: which of the windows; None: the first.
     sinks_N: a learned score per head that has no value (arXiv:2309.17453); None: none.
-    complete: query t is in slot t.
-    blocks: most tokens of a block of queries, and of keys.
     value_head: the legend's letter of the size of the values' heads.
   """
-  scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
-  scores = Scores(scale, wide_dtype(q_BTNH.dtype), cap)
-  how = _How(Blocks(scores, *blocks, complete=complete), windows)
   # Slots that all rows share have no B, which is split over devices.
-  shared = slots_BT.shape[0] == 1
+  shared = slots_BT is None or slots_BT.shape[0] == 1
+  slots = slots_BT[0] if shared and slots_BT is not None else slots_BT
   of_keys = "BSN" if k_BSKH.shape[2] == q_BTNH.shape[2] else "BSK"
-  facts = _Facts(slots_BT[0] if shared else slots_BT, *(segments or (None, None)), kind)
-  letters = _Facts("T" if shared else "BT", "BT", "BS", "")
-  given = (q_BTNH, k_BSKH, v_BSKU, sinks_N, *facts)
+  facts = Facts(slots, *(segments or (None, None)), kind)
+  letters = Facts("T" if shared else "BT", "BT", "BS", "")
+  given = (how.prepared(q_BTNH), k_BSKH, v_BSKU, sinks_N, *facts)
   named = ("BTNH", f"{of_keys}H", of_keys + value_head, "N", *letters)
 
   def on_device(q, k, v, sinks, *facts: Array | None) -> Array:
-    return _attend(how, q, k, v, sinks, _Facts(*facts))
+    return _attend(how, q, k, v, sinks, Facts(*facts))
 
   return on_shards(on_device, named, f"BTN{value_head}", *given)
 
 
-class _Facts(NamedTuple):
-  """What decides which keys a query attends to: arguments of `attention`."""
-
-  slots: Array  # T, or B T
-  segments_BT: Array | None
-  segments_BS: Array | None
-  kind: Array | None
-
-
-class _How(NamedTuple):
-  """The static part: blocks, and the windows of the kinds of layers."""
-
-  blocks: Blocks
-  windows: tuple[int | None, ...]
-
-
-def _pairs(q_BTNH: Array, k_BSKH: Array, v_BSKU: Array, facts: _Facts) -> tuple[Queries, Keys]:
-  """Returns the arguments of `attention_blocks`."""
-  slots_BT = facts.slots if facts.slots.ndim == 2 else facts.slots[None]
-  slots_S = jnp.arange(k_BSKH.shape[1], dtype=slots_BT.dtype)
-  queries = Queries(by_heads(q_BTNH, k_BSKH.shape[2]), slots_BT, facts.segments_BT)
-  k_BKSH, v_BKSU = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKU, 1, 2)
-  return queries, Keys(k_BKSH, v_BKSU, slots_S, facts.segments_BS)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(how: _How, q: Array, k: Array, v: Array, sinks: Array | None, facts: _Facts) -> Array:
+def _attend(how, q: Array, k: Array, v: Array, sinks: Array | None, facts: Facts) -> Array:
   return _forward(how, q, k, v, sinks, facts)[0]
 
 
-def _forward(how: _How, q: Array, k: Array, v: Array, sinks: Array | None, facts: _Facts):
+def _forward(how, q: Array, k: Array, v: Array, sinks: Array | None, facts: Facts):
   """Returns the attention output, and what the backward pass needs."""
-  queries, keys = _pairs(q, k, v, facts)
-
-  def softmax(window: int | None, queries: Queries, keys: Keys) -> Softmax:
-    shape = (*queries.q_BKGTH.shape[:-1], v.shape[-1])
-    start = empty_softmax(shape, how.blocks.scores.dtype, grouped(sinks, k.shape[2]))
-    return attention_blocks.add_keys(how.blocks, start, queries, keys, window)
-
-  found = by_kind(how.windows, facts.kind, softmax, queries, keys)
-  out_BKGTU, normalizer_BKGT = found.finished()
-  out = checkpoint_name(by_tokens(out_BKGTU).astype(v.dtype), ATTENTION_OUTPUT)
-  normalizer_BKGT = checkpoint_name(normalizer_BKGT, ATTENTION_OUTPUT)
-  return out, (q, k, v, sinks, facts, out, normalizer_BKGT)
+  out, normalizer = how.attend(q, k, v, sinks, facts)
+  out = checkpoint_name(out, ATTENTION_OUTPUT)
+  return out, (q, k, v, sinks, facts, out, checkpoint_name(normalizer, ATTENTION_OUTPUT))
 
 
-def _backward(how: _How, saved, d_out: Array):
+def _backward(how, saved, d_out: Array):
   """Returns the gradients."""
-  q, k, v, sinks, facts, out, normalizer_BKGT = saved
-  queries, keys = _pairs(q, k, v, facts)
-  heads = k.shape[2]
-  given = attention_blocks.saved(by_heads(out, heads), by_heads(d_out, heads), normalizer_BKGT)
-
-  def gradients(window: int | None, given: Saved, queries: Queries, keys: Keys):
-    arrays = queries.q_BKGTH, keys.k_BKSH, keys.v_BKSU
-    zeros = tuple(jnp.zeros(x.shape, how.blocks.scores.dtype) for x in arrays)
-    return attention_blocks.add_gradients(how.blocks, zeros, given, queries, keys, window)
-
-  d_q, d_k, d_v = by_kind(how.windows, facts.kind, gradients, given, queries, keys)
-  d_sinks = attention_blocks.sink_gradient(sinks, given)
-  d_k, d_v = jnp.swapaxes(d_k, 1, 2).astype(k.dtype), jnp.swapaxes(d_v, 1, 2).astype(v.dtype)
-  return by_tokens(d_q).astype(q.dtype), d_k, d_v, d_sinks, None
+  q, k, v, sinks, facts, out, normalizer = saved
+  d_q, d_k, d_v, d_sinks = how.gradients(q, k, v, sinks, facts, out, normalizer, d_out)
+  return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None
 
 
 _attend.defvjp(_forward, _backward)
@@ -188,10 +122,10 @@ def cudnn_attention(
     implementation = "cudnn"
 
   def kernel(q, k, v, slots, kind) -> Array:
-    given = {"scale": scale, "windows": windows, "kind": kind}
     if implementation is None:
-      how = {"complete": True, "blocks": _PLANNED_BLOCKS}
-      return attention(q, k, v, slots, **given, **how)
+      scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, wide_dtype(q.dtype))
+      how = Blocks(scores, *_PLANNED_BLOCKS, complete=True, windows=windows)
+      return attention(how, q, k, v, slots, kind=kind)
     of_keys = "BSNH" if k.shape[2] == q.shape[2] else "BSKH"
     named = ("BTNH", of_keys, of_keys, "")
     on_device = functools.partial(_cudnn_on_device, implementation, scale, windows)
