@@ -325,22 +325,17 @@ def blocks(
   x_BRD: Float[Array, "B R D"],
   rows: Rows,
   key: Key[Array, ""] | None,
-  *,
-  start: int,
-  stop: int | None,
   first: Int[Array, ""] | int,
 ) -> tuple[Float[Array, "B R D"], dict[str, jax.Array]]:
   """Returns what `Transformer.blocks` does, of a `Transformer`; arguments as there."""
+  if (stages := _stages()) == 1:
+    return _run(model, model.layers, x_BRD, rows, key, first)
   graphdef, stack = nnx.split(model.layers)
-  stages = _stages()
-  if stages == 1:
-    return _run(model, graphdef, stack, x_BRD, rows, key, start, stop, first)
   count = model.spec.layers // stages
 
   def of_stage(stack: Any, x_BRD: Array, given: Any, stage: Int[Array, ""]) -> tuple:
-    rows, key = given
     with activations.recording():  # of one stage: not those of all layers
-      return _run(model, graphdef, stack, x_BRD, rows, key, 0, None, stage * count)
+      return _run(model, nnx.merge(graphdef, stack), x_BRD, *given, stage * count)
 
   return _relayed(of_stage, stack, x_BRD, (rows, key))
 
@@ -351,29 +346,29 @@ def _relayed(*given: Any) -> tuple[Array, Any]:
   return pipeline.relayed(*given, RESIDUAL.between)
 
 
+def _of_layers(
+  model: Any, layers: nnx.Module, every: Any, first: Int[Array, ""] | int
+) -> tuple[int, Any]:
+  """Returns the number of these layers of a model, and what is theirs of a tree for all layers."""
+  stacks = [layers] if model.dense_layers is None else [layers, model.dense_layers]
+  count = sum(jax.tree.leaves(nnx.state(one))[0].shape[0] for one in stacks)
+  if count == model.spec.layers:
+    return count, every
+  part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count)
+  return count, jax.tree.map(part, every)
+
+
 def _run(
   model: Any,
-  graphdef: nnx.GraphDef,
-  stack: Any,
+  layers: nnx.Module,
   x_BRD: Float[Array, "B R D"],
   rows: Rows,
   key: Key[Array, ""] | None,
-  start: int,
-  stop: int | None,
   first: Int[Array, ""] | int,
 ) -> tuple[Float[Array, "B R D"], dict[str, jax.Array]]:
-  """Runs stacked layers start to stop - 1, of which number 0 is number `first` of the model."""
+  """Runs stacked layers, of which number 0 is number `first` of the model."""
   keys = None if key is None else jax.random.split(key, model.spec.layers)
-  every = (model.layer_pattern.stacked(), keys)
-  if model.dense_layers is None:
-    stop = jax.tree.leaves(stack)[0].shape[0] if stop is None else stop
-    if stop - start < model.spec.layers:
-      every = jax.tree.map(
-        lambda x: jax.lax.dynamic_slice_in_dim(x, first + start, stop - start), every
-      )
-      stack = jax.tree.map(lambda x: x[start:stop], stack)
-  else:
-    assert (start, stop) == (0, None), "layers of two stacks are run together"
+  _, every = _of_layers(model, layers, (model.layer_pattern.stacked(), keys), first)
 
   def layer(block, x_BRD, one):
     with activations.layer() as recorded:
@@ -382,7 +377,7 @@ def _run(
 
   x_BRD, found, of_dense = over_layers(
     layer,
-    nnx.merge(graphdef, stack),
+    layers,
     model.dense_layers,
     model.layer_order,
     x_BRD,
@@ -442,10 +437,7 @@ def _extended(
     x_BRD, new, _ = block(x_BRD, one, None, rows, cache_layer(cache, number))
     return (x_BRD, set_cache_layer(cache, number, new)), None
 
-  count = jax.tree.leaves(per_layer(cache))[0].shape[0]
-  every = model.layer_pattern.stacked()
-  if count < model.spec.layers:
-    every = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count), every)
+  count, every = _of_layers(model, layers, model.layer_pattern.stacked(), first)
   # In the carry, not a scanned input: a layer is updated in place, and there is only one cache.
   (x_BRD, cache), *_ = over_layers(
     layer,

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
 from models.losses import Batch
 from models.spec import DecoderSpec
@@ -336,68 +336,36 @@ class Rows:
     return self.rope_X2BTh[0 if layer.rotary is None else layer.rotary]
 
 
-def in_ring_order(x_BT: Num[Array, "B T"], order_T: np.ndarray | None) -> Num[Array, "B T"]:
-  """Returns numbers of tokens in the order of ring attention; as they are without one."""
-  if order_T is None:
-    return x_BT
-  from partitioning.parallel import ring_attention  # where the sequence is split
-
-  return ring_attention.in_order(x_BT, order_T, "BT")
-
-
-def rows_of(
-  tokens_BT: Int[Array, "B T"],
-  order_T: np.ndarray | None,
-  pattern: LayerPattern,
-  segments_BT: Int[Array, "B T"] | None = None,
-) -> Rows:
-  """Returns slots, positions and documents of complete rows.
-
-  Args:
-    tokens_BT: in the order of the text.
-    order_T: permutation of the tokens; None: the order of the text.
-    pattern: what differs between the layers.
-    segments_BT: the document of each token, in the order of the text, where attention is masked
-      to the token's own document; None: a row is one document.
-  """
-  slots_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
-  positions_BT = slots_BT if segments_BT is None else positions(segments_BT)
-  if order_T is not None:
-    slots_BT = jnp.asarray(order_T)[None, :]
-    positions_BT = slots_BT if segments_BT is None else in_ring_order(positions_BT, order_T)
-    segments_BT = None if segments_BT is None else in_ring_order(segments_BT, order_T)
-  elif segments_BT is not None:
-    segments_BT, positions_BT = constrain(segments_BT, "BT"), constrain(positions_BT, "BT")
-  tables = pattern.rope_tables(positions_BT)
-  return Rows(slots_BT, positions_BT, tables, segments_BT, ring=order_T is not None)
-
-
 def in_order(batch: Batch, order_T: np.ndarray | None, *, documents: bool) -> Batch:
-  """Returns a batch with its tokens' positions, all of it in the order that layers have tokens in.
-
-  A pipeline does this once, before its region.
+  """Returns a batch in the order that layers have tokens in; of documents with their positions.
 
   Args:
     batch: arrays [B, T] in the order of the text.
     order_T: permutation of the tokens; None: the order of the text.
-    documents: whether `segments` tells documents apart, in each of which positions begin at 0.
+    documents: whether `segments` tells documents apart, in each of which positions begin at 0, and
+      to which attention is masked; else a row is one document.
   """
-  tokens_BT = batch["tokens"]
-  slots_BT = jax.lax.broadcasted_iota(jnp.int32, tokens_BT.shape, 1)
-  found = {**batch, POSITIONS: positions(batch["segments"]) if documents else slots_BT}
-  if order_T is not None:
-    return {name: in_ring_order(x_BT, order_T) for name, x_BT in found.items()}
-  return {name: constrain(x_BT, "BT") for name, x_BT in found.items()}
+  if documents:
+    batch = {**batch, POSITIONS: constrain(positions(batch["segments"]), "BT")}
+  if order_T is None:
+    return batch
+  from partitioning.parallel import ring_attention  # where the sequence is split
+
+  return {name: ring_attention.in_order(x_BT, order_T, "BT") for name, x_BT in batch.items()}
 
 
-def rows_in_order(
-  batch: Batch, order_T: np.ndarray | None, pattern: LayerPattern, *, documents: bool
-) -> Rows:
-  """Returns `rows_of` of a batch that `in_order` has returned; arguments as there."""
-  length = batch["tokens"].shape[1]
-  slots_T = np.arange(length, dtype=np.int32) if order_T is None else order_T
-  segments_BT = constrain(batch["segments"], "BT") if documents else None
-  slots_BT = jnp.asarray(slots_T)[None, :]
-  positions_BT = constrain(batch[POSITIONS], "BT") if documents else slots_BT
+def rows_of(batch: Batch, order_T: np.ndarray | None, pattern: LayerPattern) -> Rows:
+  """Returns slots, positions and documents of complete rows.
+
+  Args:
+    batch: that `in_order` has returned.
+    order_T: of `in_order`.
+    pattern: what differs between the layers.
+  """
+  length, segments_BT = batch["tokens"].shape[1], None
+  slots_T = jnp.arange(length, dtype=jnp.int32) if order_T is None else jnp.asarray(order_T)
+  slots_BT = positions_BT = slots_T[None, :]
+  if POSITIONS in batch:
+    segments_BT, positions_BT = (constrain(batch[x], "BT") for x in ("segments", POSITIONS))
   tables = pattern.rope_tables(positions_BT)
   return Rows(slots_BT, positions_BT, tables, segments_BT, ring=order_T is not None)

@@ -1,8 +1,8 @@
 """The decoder-only transformer of the open families (GPT-2, Llama, Mistral, Qwen, Gemma).
 
 The config's `model` section selects the variant. The layers are stacked along L and scanned, so the
-program's size does not grow with depth. A forward pass is `embed_tokens`, then `blocks` (a pipeline
-stage runs some of them), then `head`.
+program's size does not grow with depth. A forward pass is `enter`, then `run_layers` (a pipeline
+stage runs some of them), then `leave`.
 Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
@@ -28,16 +28,7 @@ from models.layer_stack import STACKS, Block, attention_class, order_of, stacked
 from models.layers import MLPS, NORMS, POSITION_EMBEDDINGS, Embedding, Linear
 from models.load_balance import COUNTS
 from models.losses import Batch, Sums, TokenNumbers, weighted_sum
-from models.positions import (
-  POSITIONS,
-  Rows,
-  in_order,
-  in_ring_order,
-  is_global,
-  layer_pattern,
-  rows_in_order,
-  rows_of,
-)
+from models.positions import POSITIONS, Rows, in_order, is_global, layer_pattern, rows_of
 from models.spec import (
   DENSE_LAYERS,
   LAYERS,
@@ -198,8 +189,9 @@ class Transformer(nnx.Module):
       key: draws the dropout; None turns it off.
       segments_BT: the document of each token; None: a row is one document.
     """
-    x_BRD, rows = self.embed_tokens(tokens_BT, self._ring_order(tokens_BT.shape[1]), segments_BT)
-    return self.head(self.blocks(x_BRD, rows, key)[0])
+    documents = {} if segments_BT is None else {"segments": segments_BT}
+    batch = self._in_order({"tokens": tokens_BT, **documents}, documents=bool(documents))
+    return self.head(self.blocks(self.enter(batch), self.rows(batch), key)[0])
 
   def loss_sums(self, batch: Batch, key: Key[Array, ""] | None = None) -> Sums:
     """Returns the summed weighted cross-entropy of each next token, in nats; see `models.Network`.
@@ -211,25 +203,27 @@ class Transformer(nnx.Module):
     """
     if self.spec.task == "dpo":
       return losses.pair_sums(self, batch, key)
+    batch = self.ordered(batch)
     x_BRD, of_layers, counts = self.run_layers(self.enter(batch), batch, key)
     left = self.leave(x_BRD, batch, key)
     return {**left, **of_layers, **counts, "loss": left["loss"] + of_layers.get("loss", 0.0)}
 
   # What a pipeline runs in different places: `ordered` on the complete batch, the three parts of a
-  # forward pass on each microbatch, see `pipeline_stage.Network`.
+  # forward pass on each microbatch, see `pipeline.Network`.
 
   residual = RESIDUAL.between
 
   def ordered(self, batch: Batch) -> Batch:
-    """Returns a batch of `loss_sums` as the three parts take it too, with less left to compute."""
-    order_T, documents = self._ring_order(batch["tokens"].shape[1]), self.spec.separate_documents
-    if order_T is None and not documents:
-      return batch
+    """Returns a batch of `loss_sums` as the three parts take it."""
+    return self._in_order(batch, documents=self.spec.separate_documents)
+
+  def _in_order(self, batch: Batch, *, documents: bool) -> Batch:
+    order_T = self._ring_order(batch["tokens"].shape[1])
     return in_order(batch, order_T, documents=documents)
 
   def enter(self, batch: Batch) -> Float[Array, "B R D"]:
     """Returns the residual before the first layer."""
-    x_BRD = self._embedded(constrain(self._ordered(batch, "tokens"), "BT"), self._rows(batch, None))
+    x_BRD = self._embedded(constrain(batch["tokens"], "BT"), self.rows(batch))
     activations.record("embedding", x_BRD)
     return x_BRD
 
@@ -244,12 +238,12 @@ class Transformer(nnx.Module):
 
     Args:
       x_BRD: the residual before them.
-      batch: of `loss_sums`.
+      batch: of `ordered`.
       key: draws the dropout; None turns it off.
       first: the number of this module's first layer.
     """
-    x_BRD, found = self.blocks(x_BRD, self._rows(batch, key), key, first=first)
-    sums = load_balance.sums_of(found, self._ordered(batch, "weights"), self.sparse_layers)
+    x_BRD, found = self.blocks(x_BRD, self.rows(batch, key), key, first=first)
+    sums = load_balance.sums_of(found, batch["weights"], self.sparse_layers)
     counts = {name: sums.pop(name) for name in [COUNTS] if name in sums}
     coefficients = self.spec.balance_loss, self.spec.router_z_loss
     loss = load_balance.auxiliary_loss(sums, *coefficients)
@@ -257,7 +251,7 @@ class Transformer(nnx.Module):
 
   def leave(self, x_BRD: Float[Array, "B R D"], batch: Batch, key: Key[Array, ""] | None) -> Sums:
     """Returns the sums of the losses of the tokens, of the residual after the last layer."""
-    targets_BT, weights_BT = self._ordered(batch, "targets"), self._ordered(batch, "weights")
+    targets_BT, weights_BT = batch["targets"], batch["weights"]
     metrics = self.spec.evaluation_metrics if key is None else self.spec.training_metrics
     logits_BTV = self.head(x_BRD) if metrics or self.spec.loss_chunks == 1 else None
     own = self._measured(metrics, logits_BTV, batch) if metrics else {}
@@ -277,7 +271,7 @@ class Transformer(nnx.Module):
       ValueError: a metric does not give a number for each token.
     """
     logits_BTV = jax.lax.stop_gradient(logits_BTV)
-    arrays = {name: self._ordered(batch, name) for name in batch if name != POSITIONS}
+    arrays = {name: x_BT for name, x_BT in batch.items() if name != POSITIONS}
     found = {}
     for name in names:
       x_BT = registered("metric", name)(logits_BTV, arrays)
@@ -309,31 +303,20 @@ class Transformer(nnx.Module):
       key: draws the dropout; None turns it off.
       names: of the numbers, see `losses.TokenNumbers`.
     """
-    x_BRD = self.enter(batch)
-    x_BRD, found = self.blocks(x_BRD, self._rows(batch, key), key)
-    targets_BT, weights_BT = self._ordered(batch, "targets"), self._ordered(batch, "weights")
-    sums = load_balance.sums_of(found, weights_BT, self.sparse_layers)
-    return self._of_logits(x_BRD, targets_BT, names), weights_BT, sums
+    batch = self.ordered(batch)
+    x_BRD, found = self.blocks(self.enter(batch), self.rows(batch, key), key)
+    sums = load_balance.sums_of(found, batch["weights"], self.sparse_layers)
+    return self._of_logits(x_BRD, batch["targets"], names), batch["weights"], sums
 
-  def _ordered(self, batch: Batch, name: str) -> jax.Array:
-    """Returns an array of the batch, its tokens in the order in which the layers have them."""
-    x_BT = batch[name]
-    if POSITIONS in batch:
-      return x_BT
-    order_T = self._ring_order(x_BT.shape[1])
-    return in_ring_order(x_BT, order_T)
+  def rows(self, batch: Batch, key: Key[Array, ""] | None = None) -> Rows:
+    """Returns positions and documents of a batch of `ordered`.
 
-  def _rows(self, batch: Batch, key: Key[Array, ""] | None) -> Rows:
-    """Returns positions and documents; with a key the weights, where experts balance by them."""
-    order_T = self._ring_order(batch["tokens"].shape[1])
-    given, documents = (order_T, self.layer_pattern), self.spec.separate_documents
-    if POSITIONS in batch:
-      rows = rows_in_order(batch, *given, documents=documents)
-    else:
-      rows = rows_of(batch["tokens"], *given, batch["segments"] if documents else None)
+    With a key also the weights, where experts balance by them.
+    """
+    rows = rows_of(batch, self._ring_order(batch["tokens"].shape[1]), self.layer_pattern)
     if not self.spec.experts or key is None:
       return rows
-    return dataclasses.replace(rows, weights_BT=constrain(self._ordered(batch, "weights"), "BT"))
+    return dataclasses.replace(rows, weights_BT=constrain(batch["weights"], "BT"))
 
   def _ring_order(self, length: int) -> np.ndarray | None:
     """Returns the zigzag order of ring attention for rows of this length.
@@ -369,45 +352,23 @@ class Transformer(nnx.Module):
     normed_BRD, kernel = self.final_norm(x_BRD), self._unembedding()
     return chunked_logits(normed_BRD, kernel, targets_BT, numbers, self.spec.loss_chunks, RESIDUAL)
 
-  def embed_tokens(
-    self,
-    tokens_BT: Int[Array, "B T"],
-    order_T: np.ndarray | None = None,
-    segments_BT: Int[Array, "B T"] | None = None,
-  ) -> tuple[Float[Array, "B R D"], Rows]:
-    """Returns the residual before the first layer, and the positions and documents of the tokens.
-
-    Args:
-      tokens_BT: token ids, of complete rows.
-      order_T: the zigzag order of ring attention; None: that of the text.
-      segments_BT: the document of each token, in the order of the text, where attention is masked
-        to the token's own document; None: a row is one document.
-    """
-    rows = rows_of(tokens_BT, order_T, self.layer_pattern, segments_BT)
-    return self._embedded(in_ring_order(tokens_BT, order_T), rows), rows
-
   def blocks(
     self,
     x_BRD: Float[Array, "B R D"],
     rows: Rows,
     key: Key[Array, ""] | None = None,
-    *,
-    start: int = 0,
-    stop: int | None = None,
     first: Int[Array, ""] | int = 0,
   ) -> tuple[Float[Array, "B R D"], dict[str, jax.Array]]:
-    """Returns the residual after layers start to stop - 1, and what they say of rows, stacked.
+    """Returns the residual after all layers, and what they say of rows, stacked.
 
     Args:
       x_BRD: the residual before them.
-      rows: of `embed_tokens`.
+      rows: of the tokens.
       key: of the whole model's dropout; None turns it off.
-      start: counted from 0 among this module's layers.
-      stop: likewise; None: the last.
       first: global number of this module's first layer: a pipeline stage's module has only the
         stage's part of the stacked parameters.
     """
-    return layer_stack.blocks(self, x_BRD, rows, key, start=start, stop=stop, first=first)
+    return layer_stack.blocks(self, x_BRD, rows, key, first)
 
   def extend(
     self, tokens_BT: Int[Array, "B T"], counts_B: Int[Array, " B"], cache: Cache | LatentCache

@@ -13,6 +13,7 @@ tick are outside.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -42,42 +43,15 @@ def exchanges(stages: int, chunks: int) -> tuple[tuple[tuple[int, int, int], ...
     v rounds of S entries, by the sending stage: (chunk as it is stored there, the receiving stage,
     chunk as it is computed there), chunks counted from 0.
   """
-  # Stage -> the stored chunks that are still to be sent, by their receivers.
-  left = [
-    {(stage * chunks + chunk) % stages: [] for chunk in range(chunks)} for stage in range(stages)
-  ]
-  for stage in range(stages):
-    for chunk in range(chunks):
-      left[stage][(stage * chunks + chunk) % stages].append(chunk)
-  rounds = []
-  for _ in range(chunks):
-    senders = _matched(left)  # a regular bipartite graph has a perfect matching (Kőnig)
-    entries = []
-    for stage in range(stages):
-      to = senders.index(stage)
-      chunk = left[stage][to].pop()
-      entries.append((chunk, to, (stage * chunks + chunk) // stages))
-    rounds.append(tuple(entries))
-  return tuple(rounds)
+  # The first chunks of stages that are S / gcd(S, v) apart go to one stage: those take turns.
+  apart = stages // math.gcd(stages, chunks)
 
+  def sent(number: int, stage: int) -> tuple[int, int, int]:
+    chunk = (number + stage // apart) % chunks
+    computed, to = divmod(stage * chunks + chunk, stages)
+    return chunk, to, computed
 
-def _matched(left: Sequence[dict[int, list[int]]]) -> list[int]:
-  """Returns the sender of each receiver, all of them different: augmenting paths."""
-  sender_of: dict[int, int] = {}
-
-  def find(sender: int, tried: set[int]) -> bool:
-    for receiver, there in left[sender].items():
-      if not there or receiver in tried:
-        continue
-      tried.add(receiver)
-      if receiver not in sender_of or find(sender_of[receiver], tried):
-        sender_of[receiver] = sender
-        return True
-    return False
-
-  for sender in range(len(left)):
-    assert find(sender, set()), "no perfect matching"
-  return [sender_of[receiver] for receiver in range(len(left))]
+  return tuple(tuple(sent(n, stage) for stage in range(stages)) for n in range(chunks))
 
 
 def to_compute(stored: jax.Array, stages: int, chunks: int) -> jax.Array:
@@ -282,8 +256,9 @@ class Stage:
       x, of_layers, new = _where(here, (x, of_layers, new))
       _, of_last, _ = self.unit(number - (self.schedule.stages - 1))
       some = of_last == self.schedule.chunks - 1
-      found = self._left(leave, trained, x, microbatch, self.ends(chunk, here), some)
-      sums = _plus(sums, self._all_sums(of_layers, found))
+      ends = self.ends(chunk, here)
+      found = self._at_the_end(lambda x: leave(trained, x, microbatch), ends, some, x)
+      sums = _plus(sums, self._all_sums(of_layers, _where(ends, found)))
       return (self.to_next(x), sums, self._add_chunk(counts, new, chunk)), None
 
     run = jax.checkpoint(self.chunk, prevent_cse=False)
@@ -303,27 +278,22 @@ class Stage:
     grads, (sums, counts) = jax.grad(loss, has_aux=True)(self.trained)
     return self.pipeline.laid_out(grads), sums, counts
 
-  def _left(
-    self, leave: Callable, trained: Params, x, microbatch, ends: jax.Array, some: jax.Array
-  ) -> Scalars:
-    """Returns the sums of a microbatch that leaves the pipeline; zeros of any other.
+  def _at_the_end(
+    self, function: Callable, ends: jax.Array, some: jax.Array, *given: jax.Array | Params
+  ) -> Any:
+    """Returns function(*given), of a microbatch that leaves the pipeline; anything of any other.
 
     Args:
-      leave: as the method.
-      trained: parameters with gradients.
-      x: the output of a chunk.
-      microbatch: its number.
-      ends: whether the chunk is the last of all.
-      some: whether any stage may have one that is: the same on all devices.
+      function: what is computed of it.
+      ends: whether this stage has one that leaves.
+      some: whether any stage may have one: the same on all devices.
+      *given: what the function takes.
     """
     if not self.pipeline.conditional and self.schedule.chunks == 1:
-      return _where(ends, leave(trained, x, microbatch))
-    shapes = jax.eval_shape(leave, trained, x, microbatch)
+      return function(*given)
+    shapes = jax.eval_shape(function, *given)
     computed = ends if self.pipeline.conditional else some
-    found = jax.lax.cond(
-      computed, lambda x: leave(trained, x, microbatch), lambda x: _zeros(shapes), x
-    )
-    return _where(ends, found)
+    return jax.lax.cond(computed, function, lambda *_: _zeros(shapes), *given)
 
   def _all_sums(self, of_layers: Scalars, left: Scalars) -> Scalars:
     """Returns the sums of a chunk's layers and of a microbatch that leaves the pipeline."""
@@ -452,12 +422,7 @@ class Stage:
       value, pull, sums = jax.vjp(loss, others, y, has_aux=True)
       return sums, *pull(ends.astype(value.dtype))
 
-    if not self.pipeline.conditional and self.schedule.chunks == 1:
-      sums, *grads = real(others, y)
-      return _where(ends, sums), *grads
-    shapes = jax.eval_shape(real, others, y)
-    computed = ends if self.pipeline.conditional else some
-    sums, *grads = jax.lax.cond(computed, real, lambda *_: _zeros(shapes), others, y)
+    sums, *grads = self._at_the_end(real, ends, some, others, y)
     return _where(ends, sums), *grads
 
 

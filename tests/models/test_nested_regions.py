@@ -51,18 +51,19 @@ def graph(job, params):
 def plain(job, params, key):
   """Returns the logits without a surrounding region."""
   model = graph(job, params)
-  x_BRD, rows = model.embed_tokens(jnp.asarray(TOKENS))
-  return model.head(model.blocks(x_BRD, rows, key)[0])
+  batch = {"tokens": jnp.asarray(TOKENS)}
+  return model.head(model.blocks(model.enter(batch), model.rows(batch), key)[0])
 
 
 def staged(job, params, key):
   """Returns the logits of a pipeline of two stages, each with its half of the layers."""
   stack = {**params, "layers": {}}
-  x_BRD, _ = graph(job, params).embed_tokens(jnp.asarray(TOKENS))
+  batch = {"tokens": jnp.asarray(TOKENS)}
+  x_BRD = graph(job, params).enter(batch)
 
   def stage(layers, x_BRD):
     model = graph(job, {**stack, "layers": layers})
-    _, rows = model.embed_tokens(jnp.asarray(TOKENS))
+    rows = model.rows(batch)
     first = jax.lax.axis_index("stage") * (LAYERS // 2)
 
     def turn(x_BRD, _):
@@ -87,8 +88,8 @@ def over_experts(job, params, key):
 
   def part(params, tokens_BT):
     model = graph(job, params)
-    x_BRD, rows = model.embed_tokens(tokens_BT)
-    return model.head(model.blocks(x_BRD, rows, key)[0])
+    batch = {"tokens": tokens_BT}
+    return model.head(model.blocks(model.enter(batch), model.rows(batch), key)[0])
 
   split = PartitionSpec("expert")
   run = jax.shard_map(
@@ -149,16 +150,3 @@ def test_matmuls_inside_a_manual_region(forward, mesh, keys):
     dropping = jax.random.key(5) if forward is staged else None  # which no other split redraws
     wanted = without_region(dropping=forward is staged)
     assert_same(values(job, forward, dropping, **mesh), wanted)
-
-
-def test_blocks_apart_are_the_blocks():
-  with jax.enable_x64(True):
-    job, key = make_job("single", "lm", **KEYS), jax.random.key(5)
-
-    def apart(job, params, key):
-      model = graph(job, params)
-      x_BRD, rows = model.embed_tokens(jnp.asarray(TOKENS))
-      x_BRD, _ = model.blocks(x_BRD, rows, key, stop=1)
-      return model.head(model.blocks(x_BRD, rows, key, start=1)[0])
-
-    assert_same(values(job, apart, key), without_region(dropping=True))
