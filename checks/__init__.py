@@ -1,8 +1,8 @@
 """Checks of any JAX train step: its sharding, its numbers, its communication. Needs jax and numpy.
 
 Three ways in: `python main.py check FILE.py`; `python -m checks FILE.py` in the environment of
-another framework, with this folder's parent on PYTHONPATH; and the functions of the modules here in
-a test suite, such as `equality.check([program({}), program({"data": 8})])`.
+another framework, with this folder's parent on PYTHONPATH; and the functions `check` of the modules
+here in a test suite, such as `equality.check(Case(program({"data": 8})), Case(program({})))`.
 """
 
 from checks.case import Case

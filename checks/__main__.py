@@ -9,11 +9,12 @@ import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
-from checks import budget, equality, invariance, leaks, page, replication, report
+from checks import budget, equality, invariance, leaks, replication, report
 from checks.case import Case
-from checks.program import DescriptionError, given, load, parse_sizes
+from checks.program import DescriptionError, load, parse_sizes
 
-CHECKS: dict[str, Callable[[Sequence[Case]], list[report.Outcome]]] = {
+# Name -> (a mesh, the first one) -> what was found; None where there is nothing to look at.
+CHECKS: dict[str, Callable[[Case, Case], report.Outcome | None]] = {
   "replication": replication.check,
   "equality": equality.check,
   "budget": budget.check,
@@ -29,37 +30,31 @@ def main(argv: Sequence[str] | None = None) -> int:
   except SystemExit as error:  # of argparse, after its message
     return report.REFUSED if error.code else report.NOTHING
   try:
-    chosen = _chosen(options.only)
+    chosen = [name for name in options.only.split(",") if name] or list(CHECKS)
+    if unknown := [name for name in chosen if name not in CHECKS]:
+      known = ", ".join(CHECKS)
+      raise ValueError(f"--only={options.only}: there is no {unknown[0]}; there are {known}")
     sizes = [parse_sizes(text) for text in options.mesh]
     for file in filter(None, (options.json, options.html)):
       if not pathlib.Path(file).resolve().parent.is_dir():
         raise ValueError(f"{file}: its folder does not exist")
-    program, meshes = load(options.file, sizes, attached=options.attached)
-    cases = [Case(given(program, one)) for one in meshes]
+    cases = [Case(one) for one in load(options.file, sizes, attached=options.attached)]
   except ValueError as error:
     if options.debug:
       raise
     print(f"refused: {error}", file=sys.stderr)
     return report.REFUSED
   try:
-    outcomes = [outcome for name in chosen for outcome in CHECKS[name](cases)]
+    outcomes = [CHECKS[name](case, cases[0]) for name in chosen for case in cases]
   except DescriptionError as error:
     print(f"refused: {error}", file=sys.stderr)
     return report.REFUSED
-  found = report.Report(options.file, outcomes)
+  found = report.Report(options.file, [one for one in outcomes if one])
   print(report.text(found))
-  if options.json:
-    pathlib.Path(options.json).write_text(report.as_json(found))
-  if options.html:
-    pathlib.Path(options.html).write_text(page.html(found))
+  for file, written in ((options.json, report.as_json), (options.html, report.page)):
+    if file:
+      pathlib.Path(file).write_text(written(found))
   return found.exit_code
-
-
-def _chosen(only: str) -> list[str]:
-  names = [name for name in only.split(",") if name] or list(CHECKS)
-  if unknown := [name for name in names if name not in CHECKS]:
-    raise ValueError(f"--only={only}: there is no {unknown[0]}; there are {', '.join(CHECKS)}")
-  return names
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,12 +2,12 @@
 
 import contextlib
 import functools
+import math
 import os
-import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ class Case:
     """Takes a program; it places nothing yet."""
     self.program = program
     self.name = text_of(dict(program.mesh.shape))
+    self._wide = jax.config.jax_enable_x64
 
   @property
   def describe(self) -> Description:
@@ -41,11 +42,13 @@ class Case:
   @functools.cached_property
   def start(self) -> Any:
     """The initial state on the host, as this mesh makes it."""
-    return to_host(self.program.state(SEED))
+    with x64(self._wide):  # whoever asks first
+      return to_host(self.program.state(SEED))
 
   def batch(self, number: int) -> Any:
     """Returns a batch on the host."""
-    return to_host(self.program.batch(SEED + number))
+    with x64(self._wide):
+      return to_host(self.program.batch(SEED + number))
 
   @functools.cached_property
   def rows(self) -> Any:
@@ -53,21 +56,45 @@ class Case:
     return self.batch(0)
 
   @functools.cached_property
+  def leaves(self) -> dict[str, Any]:
+    """The leaves of the initial state, by their paths."""
+    return named_leaves(self.start)
+
+  @functools.cached_property
   def shardings(self) -> tuple[Any, Any]:
     """The shardings of state and batch, one for each leaf."""
-    state, batch = self.program.in_shardings
-    return self._filled(state, self.start), self._filled(batch, self.rows)
-
-  def _filled(self, prefix: Any, tree: Any) -> Any:
-    mesh = self.program.mesh
 
     def named(sharding: Any, below: Any) -> Any:
       if not isinstance(sharding, Sharding):
-        sharding = NamedSharding(mesh, sharding or PartitionSpec())
+        sharding = NamedSharding(self.program.mesh, sharding or PartitionSpec())
       return jax.tree.map(lambda _: sharding, below)
 
     leaf = lambda x: x is None or isinstance(x, Sharding | PartitionSpec)  # noqa: E731
-    return jax.tree.map(named, prefix, tree, is_leaf=leaf)
+    given = zip(self.program.in_shardings, (self.start, self.rows), strict=True)
+    return tuple(jax.tree.map(named, prefix, tree, is_leaf=leaf) for prefix, tree in given)
+
+  @functools.cached_property
+  def cut(self) -> dict[str, list[set[str]]]:
+    """State leaf -> the mesh axes that cut each of its dims in the compiled step."""
+    placed = jax.tree.leaves(self.compiled[0].input_shardings[0][0])
+    leaves = zip(self.leaves.items(), placed, strict=True)
+    mesh = self.program.mesh
+    return {name: axes_of(sharding, leaf.shape, mesh) for (name, leaf), sharding in leaves}
+
+  @functools.cached_property
+  def batch_cut(self) -> list[list[set[str]]]:
+    """The mesh axes that cut each dim of each leaf of the batch."""
+    leaves = zip(jax.tree.leaves(self.rows), jax.tree.leaves(self.shardings[1]), strict=True)
+    return [axes_of(sharding, leaf.shape, self.program.mesh) for leaf, sharding in leaves]
+
+  @property
+  def row_axes(self) -> set[str]:
+    """The mesh axes that cut the rows of the batch."""
+    return set().union(*(axes for dims in self.batch_cut for axes in dims[:1]))
+
+  def parts(self, axes: Iterable[str]) -> int:
+    """Returns into how many parts some mesh axes cut an array."""
+    return math.prod(self.program.mesh.shape[axis] for axis in axes)
 
   def place(self, state: Any = None, batch: Any = None) -> tuple[Any, Any]:
     """Returns state and batch on the devices: the given ones, or the first.
@@ -78,10 +105,12 @@ class Case:
     if state is not None:  # of another mesh, whose tree may hold other objects beside its arrays
       state = jax.tree.unflatten(jax.tree.structure(self.start), jax.tree.leaves(state))
     trees = (self.start if state is None else state, self.rows if batch is None else batch)
-    return tuple(
-      jax.tree.map(to_devices, tree, placed)
-      for tree, placed in zip(trees, self.shardings, strict=True)
-    )
+
+    def placed(leaf: Any, sharding: Sharding) -> jax.Array:
+      # A copy, so that nothing that reuses its buffer changes the one on the host.
+      return jax.device_put(leaf if is_key(leaf) else np.array(leaf), sharding)
+
+    return tuple(jax.tree.map(placed, *pair) for pair in zip(trees, self.shardings, strict=True))
 
   def jitted(self, step: Callable | None = None, *, out: bool = True) -> Any:
     """Returns a step compiled for this mesh, that leaves its arguments alone.
@@ -95,35 +124,28 @@ class Case:
     # In a function of its own, so that the donation of a step that is jitted already is off.
     return jax.jit(lambda s, b: chosen(s, b), in_shardings=self.shardings, **placed)
 
+  # ---- The step as a trainer would run it: with the state donated ----
+
   @functools.cached_property
-  def compiled(self) -> "Compiled":
-    """The step as a trainer would run it: with the state donated."""
+  def compiled(self) -> tuple[Any, list[str], list[str]]:
+    """The compiled step, JAX's warnings, and the lines that XLA wrote to standard error."""
     step = self.program.step
     if not hasattr(step, "lower"):
       donated = {"donate_argnums": 0} if self.describe.donated else {}
       outputs = (self.shardings[0], None)
       step = jax.jit(step, in_shardings=self.shardings, out_shardings=outputs, **donated)
     arguments = self.place()
-    kept = warnings.catch_warnings(record=True)
-    with kept as warned, standard_error() as said, without_cache():
+    with warnings.catch_warnings(record=True) as warned, standard_error() as said, without_cache():
       warnings.simplefilter("always")
       compiled = step.lower(*arguments).compile()
-      text = said()
-    return Compiled(compiled, [str(one.message) for one in warned], text)
-
-
-class Compiled:
-  """A compiled step, the warnings of JAX and the words of XLA while it was compiled."""
-
-  def __init__(self, compiled: Any, warned: list[str], said: str):
-    self.compiled, self.warned, self.said = compiled, warned, said
+    return compiled, [str(one.message) for one in warned], said
 
   @functools.cached_property
   def text(self) -> str:
-    return self.compiled.as_text()
+    return self.compiled[0].as_text()
 
   @functools.cached_property
-  def program(self) -> hlo.Program:
+  def hlo(self) -> hlo.Program:
     return hlo.parse(self.text)
 
 
@@ -144,25 +166,21 @@ def without_cache() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def standard_error() -> Iterator[Callable[[], str]]:
-  """Keeps what is written to the process' standard error, also by C++, and writes it at the end."""
+def standard_error() -> Iterator[list[str]]:
+  """Lists the lines that the process, also its C++, writes to standard error, and writes them."""
   sys.stderr.flush()
-  before = os.dup(2)
+  before, lines = os.dup(2), []
   with tempfile.TemporaryFile() as file:
     os.dup2(file.fileno(), 2)
-
-    def written() -> str:
-      sys.stderr.flush()
-      file.seek(0)
-      return file.read().decode(errors="replace")
-
     try:
-      yield written
+      yield lines
     finally:
-      text = written()
+      sys.stderr.flush()
       os.dup2(before, 2)
       os.close(before)
-      sys.stderr.write(text)
+      file.seek(0)
+      lines += file.read().decode(errors="replace").splitlines(keepends=True)
+      sys.stderr.write("".join(lines))
 
 
 # ---- Trees ----
@@ -177,20 +195,11 @@ def to_host(tree: Any) -> Any:
   return jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), tree)
 
 
-def to_devices(leaf: Any, sharding: Sharding) -> jax.Array:
-  # A copy, so that nothing that reuses its buffer changes the one on the host.
-  return jax.device_put(leaf if is_key(leaf) else np.array(leaf), sharding)
-
-
 def named_leaves(tree: Any) -> dict[str, Any]:
   """Returns path -> leaf: `params/layers/up`."""
   found = jax.tree_util.tree_flatten_with_path(tree)[0]
-  return {path_text(path): leaf for path, leaf in found}
-
-
-def path_text(path: Any) -> str:
-  keys = (re.sub(r"^[\['.]+|['\]]+$", "", str(key)) for key in path)
-  return "/".join(keys) or "value"
+  name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")  # noqa: E731
+  return {name(path) or "value": leaf for path, leaf in found}
 
 
 def leaf_of(tree: Any, name: str) -> Any:
@@ -211,24 +220,20 @@ def is_float(leaf: Any) -> bool:
   return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def axes_of(
-  sharding: Sharding, shape: tuple[int, ...], mesh: jax.sharding.Mesh, *, dim: int | None = None
-) -> set[str]:
-  """Returns the mesh axes along which an array is cut; along the others it is replicated.
+def axes_of(sharding: Sharding, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> list[set[str]]:
+  """Returns the mesh axes along which each dim of an array is cut.
 
   Args:
     sharding: of the array.
     shape: its global one.
     mesh: whose axes are named.
-    dim: look at this dim alone.
   """
   places = sharding.devices_indices_map(shape)
-  grid = np.empty(mesh.devices.shape, object)
-  for position, device in np.ndenumerate(mesh.devices):
-    place = places.get(device, ())
-    grid[position] = str(place if dim is None else place[dim : dim + 1])
-  return {
-    axis
-    for i, axis in enumerate(mesh.axis_names)
-    if mesh.shape[axis] > 1 and (grid != np.take(grid, [0], axis=i)).any()
-  }
+  found = []
+  for dim in range(len(shape)):
+    grid = np.empty(mesh.devices.shape, object)
+    for position, device in np.ndenumerate(mesh.devices):
+      grid[position] = str(places[device][dim]) if device in places else ""
+    varies = {a for i, a in enumerate(mesh.axis_names) if (grid != np.take(grid, [0], i)).any()}
+    found.append(varies)
+  return found

@@ -8,7 +8,10 @@ in the order of computation is named with its line.
 """
 
 import dataclasses
+import difflib
 import functools
+import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +21,7 @@ import numpy as np
 from checks import jaxprs
 from checks.case import Case, is_float, named_leaves, to_host, x64
 from checks.program import DescriptionError
-from checks.report import Finding, Outcome
+from checks.report import SHOWN, Finding, Outcome
 from runtime.collectives import size_text
 
 STEPS = 3
@@ -32,6 +35,15 @@ _ELEMENTWISE = (
   "every recorded product, sum and gather is equal: what comes after them elementwise, such as a "
   "factor; or the compiler, if it is gone where intermediate values are kept"
 )
+# Operation where a difference begins -> its likely cause.
+_CAUSES = {
+  "shard_map": "the function under shard_map: a psum over an axis that is missing or taken twice, "
+  "a mean of the devices' means, or positions and masks counted from the device's own block",
+  "random.*|threefry.*": "random numbers that depend on the sharding of the array they fill",
+  "reduce_sum|dot_general|reduce_max|cumsum": "a sum over a dim that is cut over devices, taken of "
+  "a part of it",
+  ".*": "this operation, which is given the same and returns something else",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,49 +60,41 @@ class Trained:
   tensors: dict[str, np.ndarray]
 
 
-def check(cases: Sequence[Case]) -> list[Outcome]:
-  """Compares every mesh with the first one."""
-  first, *others = cases
-  reference, halves = reference_of(first)
-  bounds = bounds_of(reference, halves)
-  return [compare(first, reference, bounds, other) for other in others]
-
-
-@functools.cache  # `invariance` asks for it again
-def reference_of(case: Case) -> tuple[Trained, Trained]:
-  """Returns a mesh's three steps, and the same with every sum in two halves."""
-  wide = allows_float64(case)
-  return train(case, wide=wide), train(case, wide=wide, halves=True)
-
-
-def bounds_of(reference: Trained, halves: Trained) -> dict[str, float]:
-  """Returns the bound of each tensor's relative difference."""
-  measured = differences(reference.tensors, halves.tensors)
-  return {name: max(LEAST[reference.dtype], FACTOR * one) for name, one in measured.items()}
-
-
-def compare(
-  first: Case, reference: Trained, bounds: dict[str, float], other: Case, *, record: bool = True
-) -> Outcome:
-  """Compares one mesh with the first one.
+def check(case: Case, first: Case, *, record: bool = True) -> Outcome | None:
+  """Compares a mesh with the first one.
 
   Args:
+    case: the mesh that is compared.
     first: the mesh to compare with.
-    reference: what was trained on it.
-    bounds: of each tensor.
-    other: the mesh that is compared.
     record: whether to look for the operation where a difference begins, which compiles twice.
   """
-  findings = list(_initial(first, other))
-  found = train(other, wide=reference.dtype == "float64", start=first.start)
+  if case is first:
+    return None
+  reference, bounds = reference_of(first)
+  found = train(case, wide=reference.dtype == "float64", start=first.start)
   relative = differences(reference.tensors, found.tensors)
-  beyond = {name: one for name, one in relative.items() if not one <= bounds[name]}
-  if beyond:
-    findings.append(_difference(first, other, reference, found, beyond, bounds, record))
+  findings = list(_initial(first, case))
+  if beyond := beyond_bounds(relative, bounds):
+    findings.append(_difference(first, case, found, beyond, record))
   worst = max(relative, key=lambda name: relative[name] / bounds[name])
   note = f"{reference.dtype}, {len(relative)} tensors; nearest to its bound: {worst}, "
   note += f"{relative[worst]:.1e} of {bounds[worst]:.1e}"
-  return Outcome("equality", other.name, findings, note)
+  return Outcome("equality", case.name, findings, note)
+
+
+@functools.cache  # for the other meshes, and for `invariance`
+def reference_of(case: Case) -> tuple[Trained, dict[str, float]]:
+  """Returns a mesh's three steps, and the bound of each tensor's relative difference."""
+  wide = allows_float64(case)
+  found, halves = (train(case, wide=wide, halves=halves) for halves in (False, True))
+  measured = differences(found.tensors, halves.tensors)
+  least = LEAST[found.dtype]
+  return found, {name: max(least, FACTOR * one) for name, one in measured.items()}
+
+
+def beyond_bounds(relative: dict[str, float], bounds: dict[str, float]) -> dict[str, float]:
+  """Returns the differences that are beyond their bounds, or no numbers."""
+  return {name: one for name, one in relative.items() if not one <= bounds[name]}
 
 
 # ---- Three steps ----
@@ -128,7 +132,10 @@ def train(case: Case, *, wide: bool, start: Any = None, halves: bool = False) ->
   losses, first = [], None
   with x64(wide):
     arguments = case.place(states[0], batches[0])
-    step = jaxprs.in_halves(case.program.step, *arguments) if halves else None
+    step = case.program.step
+    if halves:
+      halved = jaxprs.Replay(step, *arguments, rule=jaxprs.in_halves)
+      step = lambda state, batch: halved(state, batch)[0]  # noqa: E731
     run, state = case.jitted(step), arguments[0]
     for number, batch in enumerate(batches):
       state, metrics = run(state, case.place(batch=batch)[1])
@@ -165,17 +172,33 @@ def differences(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> d
   """Returns the relative L2 difference of each tensor.
 
   A tensor that is zero but for rounding, next to the largest of its kind, is measured by that one.
+  One with infinities or NaNs differs from any.
   """
   sizes: dict[str, float] = {}
   for name, value in ours.items():
     kind = name.split()[0]
     sizes[kind] = max(sizes.get(kind, 0.0), float(np.linalg.norm(value)))
-  found = {}
-  for name, value in ours.items():
-    size = max(float(np.linalg.norm(value)), _FLOOR * sizes[name.split()[0]]) or 1.0
-    difference = float(np.linalg.norm(value - theirs[name]))
-    found[name] = difference / size if np.isfinite(difference) else np.inf
-  return found
+  return {
+    name: apart(value, theirs[name], least=_FLOOR * sizes[name.split()[0]])
+    if np.isfinite(value).all()
+    else np.inf
+    for name, value in ours.items()
+  }
+
+
+def apart(ours: np.ndarray, theirs: np.ndarray, least: float = 0.0) -> float:
+  """Returns the relative L2 difference; infinities and NaNs at the same places are equal.
+
+  Args:
+    ours: an array.
+    theirs: likewise.
+    least: the norm of ours, where its own is smaller.
+  """
+  finite = np.isfinite(ours)
+  if (finite != np.isfinite(theirs)).any():
+    return np.inf
+  ours, theirs = np.float64(ours[finite]), np.float64(theirs[finite])
+  return float(np.linalg.norm(ours - theirs)) / (max(float(np.linalg.norm(ours)), least) or 1.0)
 
 
 # ---- What differs, and where it begins ----
@@ -196,7 +219,8 @@ def _initial(first: Case, other: Case):
     )
 
 
-def _difference(first, other, reference, found, beyond, bounds, record) -> Finding:
+def _difference(first, other, found, beyond, record) -> Finding:
+  reference, bounds = reference_of(first)
   named = next(iter(beyond))
   place, cause, lines = "", "", []
   if record:
@@ -206,13 +230,13 @@ def _difference(first, other, reference, found, beyond, bounds, record) -> Findi
     numbers["times the one on the first mesh"] = times
     cause = "a sum over devices that is missing or taken twice, a mean of means, a factor"
   table = [f"{name:<48} {one:.1e} of {bounds[name]:.1e}" for name, one in beyond.items()]
-  more = [f"... {len(table) - 8} more"] if len(table) > 8 else []
+  more = [f"... {len(table) - SHOWN} more"] if len(table) > SHOWN else []
   return Finding(
     f"{named} differs from {first.name}; {len(beyond)} of {len(bounds)} tensors do",
     place or named,
     numbers,
     cause or "it is computed differently there",
-    [*lines, *table[:8], *more],
+    [*lines, *table[:SHOWN], *more],
   )
 
 
@@ -229,19 +253,20 @@ def _times(ours: np.ndarray, theirs: np.ndarray, bound: float) -> float | None:
 def _begins(first: Case, other: Case, reference: Trained, widest: float):
   """Returns (where, likely cause, lines) of the first recorded result that differs."""
   wide = reference.dtype == "float64"
-  bound = max(1e-8 if wide else 1e-3, widest)
   cast = widened if wide else lambda tree: tree
   recorded = []
   for case in (first, other):
     given, rows = cast(first.start), cast(first.rows)
     with x64(wide):
       arguments = case.place(given, rows)
-      record = jaxprs.Recorder(case.program.step, *arguments)
-      if record.bytes > _MOST_RECORDED:
-        return "", "", [f"{size_text(record.bytes)} of activations: too many to be recorded"]
+      replay = jaxprs.Replay(case.program.step, *arguments)
+      if replay.bytes > _MOST_RECORDED:
+        return "", "", [f"{size_text(replay.bytes)} of activations: too many to be recorded"]
+      record = lambda state, batch, replay=replay: replay(state, batch)[1]  # noqa: E731
       values = case.jitted(record, out=False)(*arguments)
-      recorded.append(record.labelled([np.asarray(value) for value in values]))
-  label, difference, last, alone = jaxprs.first_difference(*recorded, bound)
+      recorded.append(list(zip(replay.labels, map(np.asarray, values), strict=True)))
+  bound = max(1e-8 if wide else 1e-3, widest)
+  label, difference, last, alone = first_difference(*recorded, bound)
   if label is None:
     return "", _ELEMENTWISE, []
   lines = [f"last that is equal: {last}"] if last else []
@@ -249,4 +274,48 @@ def _begins(first: Case, other: Case, reference: Trained, widest: float):
   lines += [f"on {other.name} alone: {one}" for one in [*own.values()][-3:]]
   lines.append(f"first that differs: {label}, by {difference:.1e}")
   blamed = alone[-1] if alone and label.operation != "shard_map" else label
-  return str(blamed), jaxprs.likely(blamed), lines
+  cause = next(text for name, text in _CAUSES.items() if re.fullmatch(name, blamed.operation))
+  return str(blamed), cause, lines
+
+
+Recorded = Sequence[tuple[jaxprs.Label, np.ndarray]]  # in the order of the program
+
+
+def first_difference(ours: Recorded, theirs: Recorded, bound: float):
+  """Compares recorded values in the order of computation, those of scans by iteration.
+
+  Args:
+    ours: of a program.
+    theirs: of another one; what only one of them has is left out.
+    bound: of the relative L2 difference.
+
+  Returns:
+    (the first label that differs, its difference, the last one before it, the labels that theirs
+    alone has between the two); the first is None if all are equal, the last before may be None.
+  """
+  one, other = _by_iteration(ours), _by_iteration(theirs)
+  keys = ([(label, str(place)) for label, _, place in run] for run in (one, other))
+  matched = difflib.SequenceMatcher(None, *keys, autojunk=False)
+  last, alone = None, []
+  for kind, i, end, j, stop in matched.get_opcodes():
+    if kind != "equal":
+      alone += [label for label, _, _ in other[j:stop]]
+      continue
+    for (label, value, place), (_, its, _) in zip(one[i:end], other[j:stop], strict=True):
+      difference = apart(value[place], its[place])
+      if not difference <= bound:
+        return label, difference, last, alone
+      last, alone = label, []
+  return None, 0.0, last, []
+
+
+def _by_iteration(recorded: Recorded) -> list[tuple[jaxprs.Label, np.ndarray, Any]]:
+  """Returns (label, value, index) in the order of computation."""
+  found = []
+  for loop, group in itertools.groupby(recorded, lambda pair: pair[0].loop):
+    inside = list(group)
+    length, backwards = inside[0][0].shape[:1], inside[0][0].backwards
+    steps = range(*length) if loop else [...]
+    for place in reversed(steps) if backwards else steps:
+      found += [(label, value, place) for label, value in inside]
+  return found

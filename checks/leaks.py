@@ -6,7 +6,7 @@ seen follows from the description: causality, documents, windows, padding. Zeros
 parameters, such as zero-initialized projections, would hide a leak, so noise is added to all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -18,62 +18,54 @@ from checks.report import Finding, Outcome
 _MOST_POSITIONS = 48  # that are changed, in each of
 _MOST_ROWS = 3
 _WIDEST = 64  # columns of a drawing
+# What a leak crosses -> its likely cause.
+_CAUSES = {
+  "border of a document": "the mask leaves out the documents: segments are not passed to the "
+  "kernel, or are compared wrongly",
+  "future": "the causal mask is missing, or is counted from the device's own block of positions",
+  "window": "the window is longer than it says (the own position counts), or its mask is dropped",
+  "padding": "padding is not masked where keys and values are read",
+}
 
 
-def check(cases: Sequence[Case]) -> list[Outcome]:
-  """Looks for leaks on every mesh."""
-  return [check_one(case) for case in cases]
-
-
-def check_one(case: Case) -> Outcome:
+def check(case: Case, first: Case | None = None) -> Outcome:
   """Looks for leaks on one mesh."""
+  del first
   describe = case.describe
   if describe.outputs is None or not describe.tokens:
     return Outcome("leaks", case.name, skipped="it needs describe.outputs and describe.tokens")
   tokens = leaf_of(case.rows, describe.tokens)
-  rows, places = _chosen(tokens)
-  changed = _changed(case, tokens, rows, places)
+  if tokens.ndim != 2:
+    shape = list(tokens.shape)
+    raise DescriptionError(f"describe.tokens must be [rows, positions], and is {shape}")
+  rows, places = _spread(tokens.shape[0], _MOST_ROWS), _spread(tokens.shape[1], _MOST_POSITIONS)
+  real = leaf_of(case.rows, describe.segments) > 0 if describe.segments else tokens == tokens
+  others = _changed(case, tokens, real, rows, places)
+  chosen = np.arange(len(rows))
+  own = others[chosen, :, rows]
+  others[chosen, :, rows] = False
   expected = np.stack([expected_of(case, row, places) for row in rows])
-  own = np.stack([changed[i, :, row] for i, row in enumerate(rows)])
-  others = changed.copy()
-  for i, row in enumerate(rows):
-    others[i, :, row] = False
-  known = _real(case, tokens)[rows][:, None, :]  # outputs at padding are nobody's concern
-  leaks, missing = (
-    own & ~expected & known,
-    expected & ~own & known & _real(case, tokens)[np.ix_(rows, places)][:, :, None],
-  )
+  known = real[rows][:, None, :]  # outputs at padding are nobody's concern
+  leaks = own & ~expected & known
+  missing = expected & ~own & known & real[np.ix_(rows, places)][:, :, None]
   findings = list(_findings(case, rows, places, leaks, missing, others))
   worst = int(np.argmax((leaks | missing).sum((1, 2))))
   drawing = draw(expected[worst], own[worst], known[worst], places, rows[worst])
-  note = f"{len(rows)} rows, {len(places)} of {tokens.shape[1]} positions changed in each"
   if findings:
     findings[0] = Finding(**{**vars(findings[0]), "lines": drawing})
+  note = f"{len(rows)} rows, {len(places)} of {tokens.shape[1]} positions changed in each"
   return Outcome("leaks", case.name, findings, note, lines=() if findings else drawing)
 
 
-def _chosen(tokens: np.ndarray) -> tuple[list[int], np.ndarray]:
-  """Returns the rows and the positions that are changed, spread evenly."""
-  if tokens.ndim != 2:
-    raise DescriptionError(
-      f"describe.tokens must be [rows, positions], and is {list(tokens.shape)}"
-    )
-  rows = np.unique(np.linspace(0, len(tokens) - 1, _MOST_ROWS).astype(int)).tolist()
-  count = min(tokens.shape[1], _MOST_POSITIONS)
-  return rows, np.unique(np.linspace(0, tokens.shape[1] - 1, count).astype(int))
-
-
-def _real(case: Case, tokens: np.ndarray) -> np.ndarray:
-  """Returns [B, T]: which positions are not padding."""
-  name = case.describe.segments
-  return leaf_of(case.rows, name) > 0 if name else np.ones(tokens.shape, bool)
+def _spread(size: int, most: int) -> np.ndarray:
+  """Returns indices, spread evenly."""
+  return np.unique(np.linspace(0, size - 1, min(size, most)).astype(int))
 
 
 def expected_of(case: Case, row: int, places: np.ndarray) -> np.ndarray:
   """Returns [changed position, position]: whether the output may change."""
   describe = case.describe
-  tokens = leaf_of(case.rows, describe.tokens)
-  changed, seen = places[:, None], np.arange(tokens.shape[1])[None, :]
+  changed, seen = places[:, None], np.arange(leaf_of(case.rows, describe.tokens).shape[1])[None, :]
   back = seen - changed + describe.looks_ahead
   allowed = back >= 0 if describe.causal else np.ones(back.shape, bool)
   if describe.window:
@@ -81,11 +73,11 @@ def expected_of(case: Case, row: int, places: np.ndarray) -> np.ndarray:
     allowed &= (back <= reach) & (back >= -reach)
   if describe.segments:
     segments = leaf_of(case.rows, describe.segments)[row]
-    allowed &= segments[places][:, None] == segments[None, :]
+    allowed &= segments[changed] == segments[seen]
   return allowed
 
 
-def _changed(case: Case, tokens, rows, places) -> np.ndarray:
+def _changed(case: Case, tokens, real, rows, places) -> np.ndarray:
   """Returns [row, changed position, B, T]: whether the outputs there differ from those before."""
   run = jax.jit(case.describe.outputs, in_shardings=case.shardings)
   state, _ = case.place(_noisy(case.start))
@@ -100,14 +92,13 @@ def _changed(case: Case, tokens, rows, places) -> np.ndarray:
 
   before = outputs(case.rows)
   changed = np.zeros((len(rows), len(places), *tokens.shape), bool)
-  values = np.unique(tokens[_real(case, tokens)])  # without the one that pads
-  for i, row in enumerate(rows):
-    for j, place in enumerate(places):
-      other = tokens.copy()
-      at = int(np.searchsorted(values, tokens[row, place], side="right"))
-      other[row, place] = values[at % len(values)]
-      after = outputs(replaced(case.rows, case.describe.tokens, other))
-      changed[i, j] = ((after != before) & ~(np.isnan(after) & np.isnan(before))).any(-1)
+  values = np.unique(tokens[real])  # without the one that pads
+  for i, j in np.ndindex(*changed.shape[:2]):
+    place, other = (rows[i], places[j]), tokens.copy()
+    following = int(np.searchsorted(values, tokens[place], side="right"))
+    other[place] = values[following % len(values)]
+    after = outputs(replaced(case.rows, case.describe.tokens, other))
+    changed[i, j] = ((after != before) & ~(np.isnan(after) & np.isnan(before))).any(-1)
   return changed
 
 
@@ -123,38 +114,24 @@ def _noisy(tree):
   return jax.tree.map(noisy, tree)
 
 
-def _findings(case, rows, places, leaks, missing, others):
-  causes = {
-    "document": "the mask leaves out the documents: segments are not passed to the kernel, or are "
-    "compared wrongly",
-    "future": "the causal mask is missing, or is counted from the device's own block of positions",
-    "window": "the window is longer than it says (the own position counts), or its mask is dropped",
-    "padding": "padding is not masked where keys and values are read",
-  }
+def _findings(case, rows, places, leaks, missing, others) -> Iterator[Finding]:
+  def where(i, j, t) -> str:
+    return f"row {rows[i]}: the output at position {t} with the token at {places[j]}"
+
   if leaks.any():
-    kinds = dict.fromkeys(causes, 0)
-    for i, j, t in np.argwhere(leaks):
-      kinds[_kind(case, rows[i], places[j], t)] += 1
-    i, j, t = np.argwhere(leaks)[0]
-    cause = causes[max(kinds, key=lambda name: kinds[name])]
-    if kinds["document"] and kinds["future"]:
+    every = np.argwhere(leaks)
+    kinds = [_crosses(case, rows[i], places[j], t) for i, j, t in every]
+    counts = {name: kinds.count(name) for name in _CAUSES if name in kinds}
+    cause = _CAUSES[max(counts, key=counts.__getitem__)]
+    if {"border of a document", "future"} <= {*counts}:
       cause = "the mask is dropped, or what it adds to masked scores is not low enough"
-    yield Finding(
-      f"{int(leaks.sum())} outputs change with a token that they must not see",
-      f"row {rows[i]}: the output at position {t} with the token at {places[j]}",
-      {
-        f"over a border of {name}" if name == "document" else name: n
-        for name, n in kinds.items()
-        if n
-      },
-      cause,
-    )
+    what = f"{len(every)} outputs change with a token that they must not see"
+    yield Finding(what, where(*every[0]), counts, cause)
   if missing.any():
-    i, j, t = np.argwhere(missing)[0]
     yield Finding(
       f"{int(missing.sum())} outputs do not change with a token that they should see",
-      f"row {rows[i]}: the output at position {t} with the token at {places[j]}",
-      {"of": int((leaks | missing).size)},
+      where(*np.argwhere(missing)[0]),
+      {"of": int(missing.size)},
       "a block of keys and values that is dropped, a window that is too short, a mask that cuts "
       "documents or blocks of the sequence too early",
     )
@@ -169,33 +146,28 @@ def _findings(case, rows, places, leaks, missing, others):
     )
 
 
-def _kind(case: Case, row: int, changed: int, seen: int) -> str:
+def _crosses(case: Case, row: int, changed: int, seen: int) -> str:
   describe = case.describe
   if describe.segments:
     segments = leaf_of(case.rows, describe.segments)[row]
     if segments[changed] == 0:
       return "padding"
     if segments[changed] != segments[seen]:
-      return "document"
+      return "border of a document"
   future = describe.causal and seen + describe.looks_ahead < changed
   return "future" if future else "window"
 
 
 def draw(expected, found, known, places, row) -> list[str]:
   """Returns the expected pattern beside the found one: a line for each changed position."""
-  step = -(-found.shape[1] // _WIDEST)
-  every = slice(None, None, step)
+  step, thin = -(-found.shape[1] // _WIDEST), max(1, len(places) // _WIDEST)
   marks = np.where(found & expected, "#", np.where(found, "L", np.where(expected, "o", ".")))
-  left, right = np.where(expected, "#", "."), np.where(known, marks, " ")
-  left = np.where(known, left, " ")
-  width = left[0][every].size
-  shown = [
-    f"row {row}; a line for each changed token, a column for each output"
-    + (f", every {step}th" if step > 1 else ""),
-    f"       {'expected':<{width}}   found   # changes  L leak  o should change and does not",
+  left, right = (np.where(known, x, " ")[:, ::step] for x in (np.where(expected, "#", "."), marks))
+  every = f", every {step}th" if step > 1 else ""
+  legend = "   found   # changes  L leak  o should change and does not"
+  pairs = zip(places[::thin], left[::thin], right[::thin], strict=True)
+  return [
+    f"row {row}; a line for each changed token, a column for each output{every}",
+    f"       {'expected':<{left.shape[1]}}{legend}",
+    *(f"{place:>5}  {''.join(a)}   {''.join(b)}".rstrip() for place, a, b in pairs),
   ]
-  thin = max(1, len(places) // _WIDEST)
-  for i in range(0, len(places), thin):
-    lines = ("".join(line[i][every]) for line in (left, right))
-    shown.append(f"{places[i]:>5}  {'   '.join(lines)}".rstrip())
-  return shown

@@ -131,8 +131,8 @@ def simulate(count: int) -> None:
   jax.config.update("jax_num_cpu_devices", count)
 
 
-def load(file: str, meshes: Sequence[Sizes] = (), *, attached: bool = False):
-  """Imports a file, and returns its function `program` and the meshes to check it on.
+def load(file: str, meshes: Sequence[Sizes] = (), *, attached: bool = False) -> list[Program]:
+  """Imports a file, and returns its program on each of the meshes to check it on.
 
   Args:
     file: a Python file. It is imported after the devices are chosen; its folder is the last on the
@@ -144,17 +144,14 @@ def load(file: str, meshes: Sequence[Sizes] = (), *, attached: bool = False):
     ValueError: it does not give a program, or there are too few devices.
   """
   path = pathlib.Path(file)
-  if not path.is_file():
-    raise ValueError(f"{file}: no such file")
+  if not path.is_file() or path.suffix != ".py":
+    raise ValueError(f"{file}: {'not a .py file' if path.exists() else 'no such file'}")
   if not attached:  # a file may start the backend, so this comes first
     simulate(max(8, *(math.prod(one.values()) for one in [*meshes, {}])))
   sys.path.append(str(path.parent.resolve()))
-  name = f"checked_{path.stem}"
-  spec = importlib.util.spec_from_file_location(name, path)
-  if spec is None:
-    raise ValueError(f"{file} is not a Python file: its name must end in .py")
+  spec = importlib.util.spec_from_file_location(f"checked_{path.stem}", path)
   module = importlib.util.module_from_spec(spec)
-  sys.modules[name] = module
+  sys.modules[spec.name] = module
   try:
     spec.loader.exec_module(module)
   except Exception as error:
@@ -173,19 +170,17 @@ def load(file: str, meshes: Sequence[Sizes] = (), *, attached: bool = False):
       f"the largest mesh has {largest} devices, and there are {jax.device_count()}; name it with "
       "--mesh, so that as many are simulated"
     )
-  return module.program, chosen
+  return [_given(module.program, one) for one in chosen]
 
 
-def given(program: Callable[[Sizes], Program], sizes: Sizes) -> Program:
-  """Returns a file's program on a mesh. Raises ValueError if it does not give one."""
+def _given(program: Callable[[Sizes], Program], sizes: Sizes) -> Program:
   try:
     found = program(dict(sizes))
   except Exception as error:
     raise ValueError(f"program({dict(sizes)}): {type(error).__name__}: {error}") from error
   if not isinstance(found, Program):
-    raise ValueError(
-      f"program({dict(sizes)}) returns a {type(found).__name__}, not a checks.Program"
-    )
+    kind = type(found).__name__
+    raise ValueError(f"program({dict(sizes)}) returns a {kind}, not a checks.Program")
   return found
 
 

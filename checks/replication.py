@@ -8,13 +8,13 @@ cut the batch.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
 from checks import jaxprs
-from checks.case import Case, axes_of, leaf_of, named_leaves
-from checks.report import Finding, Outcome
+from checks.case import SEED, Case, axes_of, leaf_of
+from checks.report import SHOWN, Finding, Outcome
 from runtime.collectives import size_text
 
 # Leaves of one dim (norms, biases) and those that are a smaller part of the state than this are
@@ -23,39 +23,24 @@ LEAST_SHARE = 0.01
 LEAST_OF_LARGEST = 0.25
 
 
-def check(cases: Sequence[Case]) -> list[Outcome]:
-  """Looks at every mesh of more than one device."""
-  return [check_one(case) for case in cases if case.program.mesh.size > 1]
-
-
-def check_one(case: Case) -> Outcome:
-  """Looks at the state as it comes out of a step, and at the step's intermediate values."""
-  mesh = case.program.mesh
-  leaves = named_leaves(case.start)
-  # As the compiled step takes it, and not as it was asked for.
-  placed = jax.tree.leaves(case.compiled.compiled.input_shardings[0][0])
-  cut = {
-    name: axes_of(sharding, leaf.shape, mesh)
-    for (name, leaf), sharding in zip(leaves.items(), placed, strict=True)
-  }
-  given = list(zip(jax.tree.leaves(case.rows), jax.tree.leaves(case.shardings[1]), strict=True))
-  of_batch = set().union(*(axes_of(one, leaf.shape, mesh) for leaf, one in given))
-  rows = set().union(*(axes_of(one, leaf.shape, mesh, dim=0) for leaf, one in given))
-  findings = [*_unused(case, cut, of_batch), *_state(case, leaves, cut)]
-  findings += _intermediates(case, rows)
-  total = sum(leaf.nbytes for leaf in leaves.values())
-  held = sum(leaf.nbytes // _parts(mesh, cut[name]) for name, leaf in leaves.items())
-  note = f"state of {size_text(total)}, {size_text(held)} on each of {mesh.size} devices"
+def check(case: Case, first: Case | None = None) -> Outcome | None:
+  """Looks at the state as the compiled step takes it, and at the step's intermediate values."""
+  del first
+  devices = case.program.mesh.size
+  if devices == 1:
+    return None
+  cut = {name: set().union(*dims) for name, dims in case.cut.items()}
+  findings = [*_unused(case, cut), *_state(case, cut), *_intermediates(case)]
+  total = sum(leaf.nbytes for leaf in case.leaves.values())
+  held = sum(leaf.nbytes // case.parts(cut[name]) for name, leaf in case.leaves.items())
+  note = f"state of {size_text(total)}, {size_text(held)} on each of {devices} devices"
   return Outcome("replication", case.name, findings, note)
 
 
-def _parts(mesh, axes) -> int:
-  return math.prod(mesh.shape[axis] for axis in axes)
-
-
-def _unused(case: Case, cut, of_batch):
+def _unused(case: Case, cut) -> Iterator[Finding]:
+  used = set().union(*cut.values(), *(axes for dims in case.batch_cut for axes in dims))
   for axis, size in case.program.mesh.shape.items():
-    if size > 1 and axis not in of_batch.union(*cut.values()):
+    if size > 1 and axis not in used:
       yield Finding(
         f"mesh axis {axis} cuts neither the state nor the batch",
         f"axis {axis}",
@@ -64,13 +49,13 @@ def _unused(case: Case, cut, of_batch):
       )
 
 
-def _state(case: Case, leaves, cut):
+def _state(case: Case, cut) -> Iterator[Finding]:
   """Yields a finding for each axis over which leaves are replicated that should not be."""
-  mesh, patterns = case.program.mesh, case.describe.replicated
+  mesh, leaves, patterns = case.program.mesh, case.leaves, case.describe.replicated
   total = sum(leaf.nbytes for leaf in leaves.values())
   for axis in sorted(set().union(*cut.values())):
     found = {
-      name: leaf.nbytes * (mesh.shape[axis] - 1) // _parts(mesh, cut[name] | {axis})
+      name: leaf.nbytes * (mesh.shape[axis] - 1) // case.parts(cut[name] | {axis})
       for name, leaf in leaves.items()
       if axis not in cut[name]
       and len(leaf.shape) > 1
@@ -79,38 +64,48 @@ def _state(case: Case, leaves, cut):
     }
     if not found:
       continue
-    largest = sorted(found, key=lambda name: -found[name])
-    sharded = sum(axis in axes for axes in cut.values())
+    largest, lines = sorted(found, key=lambda name: -found[name]), _initializers(case)
+    made = {name: f"{name} (made at {lines[name]})" if lines[name] else name for name in largest}
     yield Finding(
       f"{len(found)} state leaves are the same on all {mesh.shape[axis]} devices of axis {axis}",
-      ", ".join(largest[:3]) + (", ..." if len(largest) > 3 else ""),
+      ", ".join(made[name] for name in largest[:3]) + (", ..." if len(largest) > 3 else ""),
       {"leaves_bytes": sum(leaves[name].nbytes for name in found)}
       | {"wasted on each device_bytes": sum(found.values())}
-      | {"leaves that the axis shards": sharded},
+      | {"leaves that the axis shards": sum(axis in axes for axes in cut.values())},
       "no rule matches these names or a later rule replaces the one that does, their dims are not "
       "divisible by the axis, or the optimizer's state has no rules; if it is meant, name them in "
       "describe.replicated",
       [
-        f"{size_text(leaves[name].nbytes):>10}  {name} {list(leaves[name].shape)}"
-        for name in largest[:12]
+        f"{size_text(leaves[name].nbytes):>10}  {list(leaves[name].shape)} {made[name]}"
+        for name in largest
       ],
     )
 
 
-def _intermediates(case: Case, rows):
+def _initializers(case: Case) -> dict[str, str]:
+  """Returns the line of the initializer that makes each leaf of the state; "" if it is unknown."""
+  try:
+    closed = jax.make_jaxpr(lambda: jax.tree.leaves(case.program.state(SEED)))()
+  except Exception:  # an initializer that computes with the values, as of NumPy
+    return dict.fromkeys(case.cut, "")
+  lines = [jaxprs.line_of(closed.jaxpr, result) for result in closed.jaxpr.outvars]
+  return dict(zip(case.cut, lines, strict=True))
+
+
+def _intermediates(case: Case) -> Iterator[Finding]:
   """Yields a finding for large values that have the batch's rows, and are not cut as they are."""
-  mesh = case.program.mesh
   name = case.describe.tokens
   leading = leaf_of(case.rows, name) if name else jax.tree.leaves(case.rows)[0]
   arguments = case.place()
-  record = jaxprs.Recorder(case.program.step, *arguments)
+  replay = jaxprs.Replay(case.program.step, *arguments)
+  record = lambda state, batch: replay(state, batch)[1]  # noqa: E731
   compiled = case.jitted(record, out=False).lower(*arguments).compile()
   found = []
-  for label, sharding in zip(record.labels, compiled.output_shardings, strict=True):
-    shape, dtype = label.shape, label.dtype
-    if _has_rows(shape[1:] if label.loop else shape, leading.shape):
-      size = math.prod(shape) * jax.numpy.dtype(dtype).itemsize
-      found.append((size, label, rows - axes_of(sharding, shape, mesh)))
+  for label, sharding in zip(replay.labels, compiled.output_shardings, strict=True):
+    if _has_rows(label.shape[1:] if label.loop else label.shape, leading.shape):
+      size = math.prod(label.shape) * jax.numpy.dtype(label.dtype).itemsize
+      cut = axes_of(sharding, label.shape, case.program.mesh)
+      found.append((size, label, case.row_axes.difference(*cut)))
   largest = max((size for size, _, _ in found), default=0)
   wrong = [one for one in found if one[2] and one[0] >= LEAST_OF_LARGEST * largest]
   if not wrong:
@@ -121,10 +116,10 @@ def _intermediates(case: Case, rows):
     f"{len(wrong)} intermediate values have all rows of the batch on every device of an axis that "
     "cuts the batch",
     str(label),
-    {"value_bytes": size, "on axes": "+".join(sorted(missing)), "copies": _parts(mesh, missing)},
+    {"value_bytes": size, "on axes": "+".join(sorted(missing)), "copies": case.parts(missing)},
     "a sharding constraint without the batch's axes, or none where the compiler has to choose: "
     "logits, one-hot encodings and gathers are the usual places",
-    [f"{size_text(size):>10}  {label}" for size, label, _ in wrong[:8]],
+    [f"{size_text(size):>10}  {label}" for size, label, _ in wrong[:SHOWN]],
   )
 
 

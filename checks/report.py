@@ -1,9 +1,10 @@
-"""Findings, and what a check of a program says: text, JSON and an exit code."""
+"""Findings, and what a check of a program says: text, JSON, a page and an exit code."""
 
 import dataclasses
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from runtime.collectives import size_text
 
 NOTHING, WRONG, REFUSED = 0, 3, 2  # exit codes
+SHOWN = 8  # lines of a table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,15 @@ class Finding:
   cause: str
   lines: Sequence[str] = ()
 
+  def facts(self) -> dict[str, str]:
+    """Returns title -> text, without empty ones."""
+    numbers = ", ".join(
+      f"{name.removesuffix('_bytes').replace('_', ' ')} {_number(name, value)}"
+      for name, value in self.numbers.items()
+    )
+    found = {"where": self.where, "numbers": numbers, "likely": self.cause}
+    return {title: text for title, text in found.items() if text}
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
@@ -45,9 +56,7 @@ class Outcome:
 
   @property
   def verdict(self) -> str:
-    if self.findings:
-      return f"{len(self.findings)} finding{'s' if len(self.findings) > 1 else ''}"
-    return "skipped" if self.skipped else "nothing found"
+    return _count(self.findings) or ("skipped" if self.skipped else "nothing found")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,58 +75,84 @@ class Report:
     return WRONG if self.findings else NOTHING
 
 
-def number_text(name: str, value: object) -> str:
+def _count(findings: Sequence) -> str:
+  return f"{len(findings)} finding{'s' * (len(findings) > 1)}" if findings else ""
+
+
+def _number(name: str, value: object) -> str:
   if isinstance(value, int | float | np.number) and name.endswith("bytes"):
     return size_text(float(value))
   return f"{value:.3g}" if isinstance(value, float | np.floating) else str(value)
 
 
-def numbers_text(finding: Finding) -> str:
-  return ", ".join(
-    f"{name.removesuffix('_bytes').replace('_', ' ')} {number_text(name, value)}"
-    for name, value in finding.numbers.items()
-  )
-
-
-def versions() -> str:
+def _versions() -> str:
   return f"jax {jax.__version__}, numpy {np.__version__}, {jax.default_backend()}"
 
 
-def text(report: Report) -> str:
-  """Returns the report for a terminal: a table of the checks, then each finding."""
-  lines = [f"{report.file} ({versions()})", ""]
+Section = tuple[str, Sequence[Sequence[str]], Sequence[str]]  # title, rows of a table, a drawing
+
+
+def _sections(report: Report) -> Iterator[Section]:
+  """Yields a table of the checks, then each finding."""
   rows = [(one.check, one.mesh, one.verdict, one.skipped or one.note) for one in report.outcomes]
-  widths = [max(len(row[i]) for row in rows) for i in range(3)]
-  for row in rows:
-    head = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False))
-    lines.append(f"{head}  {row[3]}".rstrip())
+  yield f"{report.file} ({_versions()})", rows, ()
   for number, (one, finding) in enumerate(report.findings, 1):
-    lines += ["", f"{number}. {one.check}, {one.mesh}: {finding.what}"]
-    facts = {"where": finding.where, "numbers": numbers_text(finding), "likely": finding.cause}
-    for title, fact in facts.items():
-      if fact:
-        indent = " " * 12
-        lines.append(textwrap.fill(f"   {title:<9}{fact}", 100, subsequent_indent=indent))
-    lines += [f"   {line}" for line in finding.lines]
-  found = len(report.findings)
-  lines += ["", f"{found} finding{'s' if found != 1 else ''}" if found else "Nothing found."]
-  return "\n".join(lines)
+    title = f"{number}. {one.check}, {one.mesh}: {finding.what}"
+    yield title, [*finding.facts().items()], finding.lines
+
+
+def text(report: Report) -> str:
+  """Returns the report for a terminal."""
+  lines: list[str] = []
+  for title, rows, drawing in _sections(report):
+    indent = "   " if lines else ""
+    widths = [max(map(len, column)) + 2 for column in list(zip(*rows, strict=True))[:-1]]
+    lines += ["", title] if lines else [title, ""]
+    for *cells, last in rows:
+      padded = (f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
+      head = indent + "".join(padded)
+      lines.append(textwrap.fill(head + last, 100, subsequent_indent=" " * len(head)))
+    lines += [f"   {line}" for line in drawing]
+  return "\n".join([*lines, "", _count(report.findings) or "Nothing found."])
 
 
 def as_json(report: Report) -> str:
   """Returns the report as JSON: file, versions, outcomes and findings with all of their fields."""
+  outcomes = [dataclasses.asdict(one) | {"verdict": one.verdict} for one in report.outcomes]
   content = {
     "file": report.file,
-    "versions": versions(),
+    "versions": _versions(),
     "exit_code": report.exit_code,
-    "outcomes": [
-      {"check": one.check, "mesh": one.mesh, "verdict": one.verdict}
-      | {"note": one.note, "skipped": one.skipped, "lines": list(one.lines)}
-      for one in report.outcomes
-    ],
+    "outcomes": [{k: v for k, v in one.items() if k != "findings"} for one in outcomes],
     "findings": [
       {"check": one.check, "mesh": one.mesh} | dataclasses.asdict(finding)
       for one, finding in report.findings
     ],
   }
   return json.dumps(content, indent=2, default=float)
+
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+td { text-align: left; padding: .3rem .8rem .3rem 0; vertical-align: top; font-size: .9rem }
+pre { overflow-x: auto; padding: .8rem; border: 1px solid #8886; font-size: .85rem }
+h2 { font-size: 1.1rem; border-left: 4px solid #b3261e; padding-left: .8rem }
+"""
+
+
+def page(report: Report) -> str:
+  """Returns one file of HTML, without links to others: the report, and every check's drawing."""
+  drawings = [(f"{one.check}, {one.mesh}", (), one.lines) for one in report.outcomes if one.lines]
+  body = "".join(map(_html, (*_sections(report), *drawings)))
+  count = _count(report.findings) or "Nothing found."
+  return (
+    '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light '
+    f'dark"><title>{escape(report.file)}</title><style>{_STYLE}</style><h1>{count}</h1>{body}\n'
+  )
+
+
+def _html(section: Section) -> str:
+  title, rows, drawing = section
+  cells = "".join("<tr><td>" + "<td>".join(map(escape, row)) for row in rows)
+  lines = "<pre>" + escape("\n".join(drawing)) + "</pre>" if drawing else ""
+  return f"<h2>{escape(title)}</h2><table>{cells}</table>{lines}"

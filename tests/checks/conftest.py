@@ -2,7 +2,6 @@
 
 import pytest
 
-from checks import equality
 from checks.case import Case
 from tests.checks import decoder
 
@@ -10,13 +9,6 @@ from tests.checks import decoder
 @pytest.fixture(scope="session")
 def one():
   return Case(decoder.program({}))
-
-
-@pytest.fixture(scope="session")
-def trained(one):
-  """Returns what `equality` knows of one device: its three steps and the bounds."""
-  reference, halves = equality.reference_of(one)
-  return reference, equality.bounds_of(reference, halves)
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,7 @@ def test_findings_exit_with_3_and_are_written(file, tmp_path, capsys):
   [finding] = content["findings"]
   assert finding["numbers"]["relative difference"] > 1
   shown = page.read_text()
-  assert "1. 7 of 8 leaves start with other values" in shown
+  assert "1. equality, fsdp=2 x tensor=2: 7 of 8 leaves start with other values" in shown
   assert "its_step.py" in shown
   assert "http" not in shown
 
