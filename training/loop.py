@@ -29,8 +29,7 @@ from training.checkpointing.checkpointer import Checkpointer
 from training.evaluation import Evaluation, Evaluator
 from training.metrics.console import ProgressLine, Waiting, say, say_wrapped, warn
 from training.metrics.goodput import Goodput
-from training.metrics.log_lines import FILE, LogSchedule, missing_text
-from training.metrics.profiler import Profile
+from training.metrics.log_lines import FILE, LogSchedule, MetricsWriter
 from training.metrics.reader import (
   DebugNans,
   MetricsReader,
@@ -39,7 +38,6 @@ from training.metrics.reader import (
 )
 from training.metrics.sinks import Sinks
 from training.metrics.throughput import Meter
-from training.metrics.writer import MetricsWriter
 from training.replica_check import ReplicaCheck
 from training.restore import Start
 from training.setup import Compiled
@@ -168,12 +166,18 @@ class Run:
     self._goodput = Goodput(started, self._writer.times)
     self._meter, self._measuring = Meter(job.batches, model_spec(config), job.mesh), False
     self._train_steps = TrainSteps(job.compile_train_step, job.batches, job.mesh)
-    self._report_missing_lines()
+    if current().first and self.done and (lost := self._writer.lost(self._schedule, self.done)):
+      where = workdir / FILE
+      warn(f"{where} has lost lines of finished steps: {lost}; training continues without them")
     if self._goodput.doubt:
       warn(self._goodput.doubt)
     if self._writer.times is None or self._writer.times["step"] != self.done:
       self._writer.write_times(self.done, self._goodput.line())
-    self._profile = stack.enter_context(Profile(config.profile, workdir / "profile", watch))
+    self._profile = None
+    if config.profile.steps:
+      from training.metrics.profiler import Profile  # of runs that trace steps alone
+
+      self._profile = stack.enter_context(Profile(config.profile, workdir / "profile", watch))
     # Of several processes: their stragglers.
     self._pace = stack.enter_context(
       straggler_detection(watch.group, config.processes.slow_ratio, simulated=job.devices.simulated)
@@ -186,14 +190,6 @@ class Run:
     stack.callback(lambda: self._batches and self._batches.close())
 
   # ------------------------------ before the first step ------------------------------
-
-  def _report_missing_lines(self) -> None:
-    """Warns if lines are missing that were written before the checkpoint."""
-    if current().first and self.done:
-      missing = self._schedule.missing(self.done, *self._writer.logged())
-      if news := missing_text(missing):
-        where = self._workdir / FILE
-        warn(f"{where} has lost lines of finished steps: {news}; training continues without them")
 
   def compile(self) -> None:
     """Compiles the steps of training and evaluation, and reports the collectives."""
@@ -247,7 +243,8 @@ class Run:
 
   def next_batch(self) -> Any:
     """Returns the next step's batch once all processes have theirs; None if the run stops."""
-    self._profile.before(self.done)
+    if self._profile is not None:
+      self._profile.before(self.done)
     self._watch.at(f"step {self.done + 1}: waiting for its batch", begins=True, reader="prefetch")
     with self._goodput.within("input_wait"):
       batch = self._batches.get(self.done, cancelled=lambda: self._lockstep.stopping)

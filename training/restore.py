@@ -32,7 +32,7 @@ from training.checkpointing.integrity import Verified
 from training.checkpointing.restore import BASE, FOLDER, PARAMETERS, VARIABLES, warn_once
 from training.metrics import log_lines
 from training.metrics.console import Waiting
-from training.metrics.writer import evaluated
+from training.metrics.log_lines import evaluated
 from training.setup import Job
 from training.state import State, merged, split
 from training.step import Program

@@ -15,8 +15,7 @@ from processes.workdir_lease import Ownership, acquire, claims_to
 from runtime import files
 from training import history
 from training.metrics.console import say
-from training.metrics.log_lines import FILE, MOST_BYTES
-from training.metrics.writer import DAMAGED
+from training.metrics.log_lines import DAMAGED, FILE, MOST_BYTES
 
 CONFIG, GIVEN = "config.json", "given.json"  # the config finalized, and as it was parsed
 LAYOUT, BAD_RECORDS = "layout.txt", "bad_records.json"

@@ -11,8 +11,7 @@ from runtime import files
 from tests.helpers.jobs import make_job
 from tests.training.metrics.test_append_log import scalars
 from training import restore, workdir_files
-from training.metrics.log_lines import LogFile
-from training.metrics.writer import MetricsWriter
+from training.metrics.log_lines import LogFile, MetricsWriter
 
 
 class Watch:

@@ -11,8 +11,7 @@ from etils import epath
 from tensorboardX.proto import event_pb2
 
 from runtime import files
-from training.metrics.log_lines import LogFile
-from training.metrics.writer import MetricsWriter
+from training.metrics.log_lines import LogFile, MetricsWriter
 
 TIMES = {"goodput": 0.5, "seconds": {}, "time": 1.0, "done": False}
 

@@ -9,8 +9,8 @@ from etils import epath
 from configs import base
 from tests.training.metrics.test_append_log import full_disk
 from training.metrics.built_in_sinks import CsvSink
+from training.metrics.log_lines import MetricsWriter
 from training.metrics.sinks import Sinks
-from training.metrics.writer import MetricsWriter
 
 
 @pytest.fixture

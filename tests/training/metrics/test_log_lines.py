@@ -7,7 +7,7 @@ import pytest
 from etils import epath
 
 from training.metrics import log_lines
-from training.metrics.writer import MetricsWriter, evaluated
+from training.metrics.log_lines import MetricsWriter, evaluated
 
 
 def line(step, **values):

@@ -5,8 +5,8 @@ import types
 import pytest
 
 from training.metrics import sinks
+from training.metrics.log_lines import MetricsWriter
 from training.metrics.sinks import Sinks
-from training.metrics.writer import MetricsWriter
 
 
 class Kept:

@@ -6,7 +6,7 @@ import pytest
 from etils import epath
 
 from training.metrics import console
-from training.metrics.writer import MetricsWriter, evaluated
+from training.metrics.log_lines import MetricsWriter, evaluated
 
 
 def lines(folder):
