@@ -46,6 +46,7 @@ OPTIONAL = {
   "input_pipeline.text.library_tokenizers",
   "input_pipeline.text.train_tokenizer",
   "input_pipeline.text.files",
+  *("training.averages", "training.metrics.profiler", "training.optimizers.groups"),
   "training.optimizers.muon",
   "training.optimizers.soap",
   "training.metrics.built_in_sinks",

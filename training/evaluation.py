@@ -11,15 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from etils import epy
 
 from input_pipeline.batches import EvaluationBatches, Prefetcher
 from processes.coordination import Lockstep
 from processes.watchdog import EVALUATION, SAVING, Watchdog
-from training import averages
 from training.metrics import log_lines
 from training.setup import Job
 from training.state import State, merged
 from training.tasks import TASKS, Totals
+
+with epy.lazy_imports():  # of runs that average parameters
+  from training import averages
 
 _READER = "prefetch of the evaluation"
 

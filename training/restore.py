@@ -16,14 +16,8 @@ from processes.workdir_lease import Ownership
 from runtime import files, forms
 from runtime.forms import ANY, COUNT, NUMBER, TEXT, Each, Exactly, Kind, OrNull, is_number, is_whole
 from runtime.provenance import code_files, versions
-from training import (
-  averages,
-  run_tokenizer,
-  schedules,
-  splits,
-  workdir_files,
-)
 from training import bad_steps as rollback
+from training import run_tokenizer, schedules, splits, workdir_files
 from training.checkpointing import integrity, resume_policy
 from training.checkpointing import restore as checkpoint_restore
 from training.checkpointing.checkpointer import Checkpointer
@@ -42,7 +36,7 @@ if TYPE_CHECKING:
 
 with epy.lazy_imports():  # of runs whose parameters are in part or at first elsewhere
   from interop import hf_folder
-  from training import base_parameters
+  from training import averages, base_parameters
 
 
 @dataclasses.dataclass(frozen=True)

@@ -137,10 +137,10 @@ def resolve(config: ConfigDict) -> Resolved:
     ValueError: the model lacks members of `models.Model`.
   """
   training, data, tables = config.training, config.data, config.partitioning
-  keys, fields = config.optimizer, StepSpec.__dataclass_fields__
+  keys, fields, model = config.optimizer, StepSpec.__dataclass_fields__, model_spec(config)
   return Resolved(
-    model=model_spec(config),
-    optimizer=optimizer_spec(config),
+    model=model,
+    optimizer=optimizer_spec(config, model),
     step=StepSpec(
       seed=config.seed,
       task=config.task,

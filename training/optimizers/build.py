@@ -14,15 +14,14 @@ from etils import epy
 from models.mup import VECTORS
 from partitioning.rules import named_leaves
 from runtime.suggest import nearest
-from training import averages
 from training.optimizer import OPTIMIZERS, Optimizer, imported, optimizer_row
-from training.optimizers.groups import REST, Part, joined, parts_by_group, parts_by_width
-from training.optimizers.spec import OptimizerSpec, parse_arguments, tree_of_names
+from training.optimizers.spec import REST, OptimizerSpec, Part, parse_arguments, tree_of_names
 from training.schedules import learning_rate_schedule
 
-with epy.lazy_imports():  # for state in fewer bytes, and for optimizers of matrices
+with epy.lazy_imports():  # of groups and muP, averages, state in fewer bytes, and matrices
   from partitioning.parallel import matrix_groups as shared_matrices
-  from training.optimizers import low_precision, muon
+  from training import averages
+  from training.optimizers import groups, low_precision, muon
 
 WIDE = ("float32", "float64")  # dtypes in which moments are stored as they are computed
 
@@ -39,7 +38,7 @@ def make_optimizer(spec: OptimizerSpec, params: Any) -> optax.GradientTransforma
     ValueError: an unknown optimizer or argument, an optimizer that the step cannot use, or groups
       that do not fit the parameters, with the group's number.
   """
-  parts = parts_by_group(spec, params)
+  parts = _parts_by_group(spec, params)
   transforms = {}
   for part in parts:
     try:
@@ -50,7 +49,7 @@ def make_optimizer(spec: OptimizerSpec, params: Any) -> optax.GradientTransforma
       raise ValueError(f"optimizer.groups, group {int(part.label) + 1}: {error}") from error
     transforms[part.label] = clipped(part.spec, optimizer) if spec.clip_groups else optimizer
   if spec.groups:
-    optimizer = joined([(part.label, part.params) for part in parts], transforms)
+    optimizer = groups.joined([(part.label, part.params) for part in parts], transforms)
   else:
     [optimizer] = transforms.values()
   if not spec.clip_groups:
@@ -74,15 +73,23 @@ def gradient_point(spec: OptimizerSpec) -> Callable[[Any, Any], Any]:
   return point
 
 
+def _parts_by_group(spec: OptimizerSpec, params: Any) -> list[Part]:
+  return groups.parts_by_group(spec, params) if spec.groups else [Part(REST, spec, params)]
+
+
+def _parts_by_width(spec: OptimizerSpec, params: Any) -> list[tuple[OptimizerSpec, Any]]:
+  return groups.parts_by_width(spec, params) if spec.widths.base_width else [(spec, params)]
+
+
 def _of_part(part: Part) -> optax.GradientTransformation:
   """Returns the optimizer of a part, with muP's learning rates where `model.base_width` is set."""
-  found = parts_by_width(part.spec, part.params)
+  found = _parts_by_width(part.spec, part.params)
   made = {
     str(i): _of_one_name(own, params, part.decays_all) for i, (own, params) in enumerate(found)
   }
   if len(made) == 1:
     return made["0"]
-  return joined([(str(i), params) for i, (_, params) in enumerate(found)], made)
+  return groups.joined([(str(i), params) for i, (_, params) in enumerate(found)], made)
 
 
 def _check_matrices(parts: list[Part]) -> None:
@@ -135,8 +142,8 @@ def matrix_groups(
     sizes: mesh axis -> size.
   """
   found = []
-  for part in parts_by_group(spec, params):
-    for own, mine in parts_by_width(part.spec, part.params):
+  for part in _parts_by_group(spec, params):
+    for own, mine in _parts_by_width(part.spec, part.params):
       row = optimizer_row(own.name)
       if row.whole_matrices:
         kind, given = imported(row.whole_matrices), _all_arguments(row, own)

@@ -9,6 +9,7 @@ reads the parameters (evaluation, sampling, export, a run that starts from them)
 are to be evaluated.
 """
 
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -31,53 +32,17 @@ def sgd(learning_rate, momentum=0.0, nesterov=False, accumulator_dtype=None):
   return optax.sgd(learning_rate, momentum or None, nesterov, accumulator_dtype)
 
 
-def adafactor(
-  learning_rate: optax.ScalarOrSchedule,
-  weight_decay: float = 0.0,
-  mask: Any = None,
-  min_dim_size_to_factor: int = 128,
-  decay_rate: float = 0.8,
-  decay_offset: int = 0,
-  multiply_by_parameter_scale: bool = True,
-  clipping_threshold: float | None = 1.0,
-  momentum: float | None = None,
-  dtype_momentum: Any = jnp.float32,
-  weight_decay_rate: float | None = None,
-  eps: float = 1e-30,
-  factored: bool = True,
-) -> optax.GradientTransformation:
-  """Returns Adafactor. Source: arXiv:1804.04235.
+def adafactor(learning_rate, weight_decay=0.0, mask=None, **arguments):
+  """Returns optax's Adafactor, with a decoupled weight decay. Source: arXiv:1804.04235.
 
   Args:
     learning_rate: relative to the root mean square of a parameter, unless
       `multiply_by_parameter_scale` is False.
-    weight_decay: decoupled, times the learning rate.
+    weight_decay: times the learning rate, which optax's own `weight_decay_rate` is not.
     mask: parameters -> which of them decay.
-    min_dim_size_to_factor: both of the largest dims of a factored parameter are at least this.
-    decay_rate: exponent c of the second moment's decay, 1 - step ** -c.
-    decay_offset: step from which that counts.
-    multiply_by_parameter_scale: as above.
-    clipping_threshold: limit of an update's root mean square; None: none.
-    momentum: decay of the first moment; None: there is none.
-    dtype_momentum: of the first moment.
-    weight_decay_rate: optax's own decay, which is not times the learning rate.
-    eps: added to squared gradients.
-    factored: whether second moments are factored.
+    **arguments: of `optax.adafactor`.
   """
-  optimizer = optax.adafactor(
-    learning_rate,
-    min_dim_size_to_factor=min_dim_size_to_factor,
-    decay_rate=decay_rate,
-    decay_offset=decay_offset,
-    multiply_by_parameter_scale=multiply_by_parameter_scale,
-    clipping_threshold=clipping_threshold,
-    momentum=momentum,
-    dtype_momentum=dtype_momentum,
-    weight_decay_rate=weight_decay_rate,
-    eps=eps,
-    factored=factored,
-    weight_decay_mask=mask,
-  )
+  optimizer = optax.adafactor(learning_rate, weight_decay_mask=mask, **arguments)
   if not weight_decay:
     return optimizer  # whose state, and its names in a checkpoint, are then optax's
 
@@ -86,6 +51,14 @@ def adafactor(
     return -weight_decay * rate
 
   return optax.chain(optimizer, optax.add_decayed_weights(taken_off, mask))
+
+
+_OURS = [*inspect.signature(adafactor).parameters.values()][:3]
+_OPTAX = inspect.signature(optax.adafactor).parameters.values()
+# What `optimizer.arguments` may give.
+adafactor.__signature__ = inspect.Signature(
+  [*_OURS, *(one for one in _OPTAX if one.name not in ("learning_rate", "weight_decay_mask"))]
+)
 
 
 class ScheduleFree(NamedTuple):

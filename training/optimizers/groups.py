@@ -5,7 +5,6 @@ grows with the width, unless its rate shrinks; by how much depends on the optimi
 its dims are widths (`models.mup`).
 """
 
-import dataclasses
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from models.mup import VECTORS, Growth, Kind
 from partitioning.rules import letters_of, named_leaves
 from runtime.suggest import most_similar
 from training.optimizer import optimizer_row, optimizers_with
-from training.optimizers.spec import OptimizerSpec, parse_arguments, tree_of_names
+from training.optimizers.spec import REST, OptimizerSpec, Part, parse_arguments, tree_of_names
 from training.state import split
 
 with epy.lazy_imports():  # for optimizers of matrices
@@ -26,38 +25,18 @@ with epy.lazy_imports():  # for optimizers of matrices
   from training.optimizers import muon
 
 _NEAR = 3  # names that a message suggests
-REST = "rest"  # label of the parameters in no group
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-  """Parameters that are updated alike.
-
-  Attributes:
-    label: of its state: the number of its group, counted from 0, or `REST`.
-    spec: what its optimizer follows; it has no groups.
-    params: nested dict of its parameters.
-    decays_all: whether weight decay is for all of them, scales and biases included.
-  """
-
-  label: str
-  spec: OptimizerSpec
-  params: Any
-  decays_all: bool = False
 
 
 def parts_by_group(spec: OptimizerSpec, params: Any) -> list[Part]:
   """Returns the parts of `optimizer.groups`: each parameter is of the first with a pattern for it.
 
   Args:
-    spec: with groups or without.
+    spec: with groups.
     params: nested dict of arrays or ShapeDtypeStructs.
 
   Raises:
     ValueError: patterns that match nothing, and groups that get no parameter.
   """
-  if not spec.groups:
-    return [Part(REST, spec, params)]
   patterns = [_patterns(group) for group in spec.groups]
   labels = {name: _label(name, patterns) for name in named_leaves(params)}
   _check_matched(patterns, labels)
@@ -173,14 +152,12 @@ def parts_by_width(spec: OptimizerSpec, params: Any) -> list[tuple[OptimizerSpec
   does Adam's epsilon. Sources: microsoft/mup; arXiv:2505.01618, table 1.
 
   Args:
-    spec: of an optimizer without groups.
+    spec: of an optimizer without groups; with `model.base_width`.
     params: nested dict of arrays or ShapeDtypeStructs.
 
   Raises:
     ValueError: an optimizer without a rule.
   """
-  if not spec.widths.base_width:
-    return [(spec, params)]
   if not optimizer_row(spec.name).width_rule:
     raise ValueError(_without_rule(spec))
   if not spec.widths.differ:

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from models import model_spec
 from models.mup import Widths
+from models.spec import ModelSpec
 from partitioning.rules import Legend, Overrides, Table, named_leaves
 
 
@@ -89,10 +90,30 @@ class OptimizerSpec:
     return dataclasses.replace(self, **{"groups": (), **own, "others": {**self.others, **others}})
 
 
-def optimizer_spec(config: ConfigDict) -> OptimizerSpec:
-  """Returns what the optimizer needs to know of a finalized config."""
+REST = "rest"  # label of the parameters in no group
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """Parameters that are updated alike.
+
+  Attributes:
+    label: of its state: the number of its group, counted from 0, or `REST`.
+    spec: what its optimizer follows; it has no groups.
+    params: nested dict of its parameters.
+    decays_all: whether weight decay is for all of them, scales and biases included.
+  """
+
+  label: str
+  spec: OptimizerSpec
+  params: Any
+  decays_all: bool = False
+
+
+def optimizer_spec(config: ConfigDict, model: ModelSpec | None = None) -> OptimizerSpec:
+  """Returns what the optimizer needs to know of a finalized config, and of its model's spec."""
   fields, keys, training = OptimizerSpec.__dataclass_fields__, config.optimizer, config.training
-  model = model_spec(config)
+  model = model or model_spec(config)
   return OptimizerSpec(
     seed=config.seed,
     model=config.model.name,
