@@ -1,4 +1,4 @@
-"""Starts the process that makes a plan, with the environment that the TPU compiler needs.
+"""Plans, and the process that makes them, with the environment that the TPU compiler needs.
 
 A plan is cached under a digest of its inputs: config, topology, code and versions.
 """
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 from etils import epath
@@ -45,7 +45,19 @@ ENVIRONMENT = {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 PIPED_SECONDS = 15.0  # between two lines about the phase of a worker, where there is no terminal
-REPORT, FILES = "report.txt", ("plan.json", "plan.html")
+ANSWER = "answer.json"  # of a worker, in its folder
+
+
+class WorkerError(exit_codes.RetryableError):
+  """A worker failed; its message is the last line that the worker has printed.
+
+  Attributes:
+    printed: all that it has printed.
+  """
+
+  def __init__(self, printed: str):
+    super().__init__(next(filter(str.strip, reversed(printed.splitlines())), "failed"))
+    self.printed = printed
 
 
 def run(
@@ -74,86 +86,66 @@ def run(
     OSError: the workdir cannot be written to.
   """
   chips, _ = overridden(config.planning.constants)  # before anything is waited for
-  kept = None
   if topology is not None:
     parse(topology, chips)
-    kept = place(config, topology, title)
-  if kept and not debug and (kept / REPORT).exists():
-    known = "cached plan of the same config, topology, code and versions"
-    return _deliver(kept, workdir, f"{known}: {kept}")
-  request = {"config": config, "topology": topology, "title": title, "simulate": simulate}
-  request |= {"task": "plan", "command": command}
-  with worked(request, debug=debug) as (folder, code):
-    if code == 0:
-      code = _deliver(folder, workdir)
-      _keep(folder, kept)
-    else:
-      sys.stderr.write(printed(folder))
-  return code
+  try:
+    found = made(config, topology, title=title, simulate=simulate, debug=debug, command=command)
+  except WorkerError as error:
+    sys.stderr.write(error.printed)
+    return exit_codes.FAILED
+  workdir.mkdir(parents=True, exist_ok=True)
+  files.replace(workdir / "plan.json", json.dumps(found["plan"], indent=2) + "\n")
+  files.replace(workdir / "plan.html", found["html"])
+  print(found["report"], f"page: {workdir / 'plan.html'}", *found["remarks"], sep="\n")
+  return exit_codes.DONE if found["plan"]["fits"] else exit_codes.CHECK_FAILED
 
 
 def made(
-  config: ConfigDict, topology: str, *, title: str, label: str, command: str = ""
+  config: ConfigDict,
+  topology: str | None,
+  *,
+  title: str,
+  simulate: bool = False,
+  debug: bool = False,
+  label: str = "plan",
+  command: str = "",
 ) -> dict[str, Any]:
-  """Returns the content of plan.json of a new plan, or of a cached one.
+  """Returns a new plan, or a cached one: what plan.json has, the page, the report, and remarks.
 
   Args:
     config: as parsed, with overrides.
-    topology: `v5p:4x4x4`.
+    topology: `v5p:4x4x4`; None: the devices at hand, whose plans are not kept.
     title: of the plan.
+    simulate: as of `run`, and so is `debug`.
+    debug: as of `run`.
     label: what a terminal shows while it is made.
     command: the command line, which the page shows.
 
   Raises:
     ValueError: the plan is impossible.
-    RetryableError: the worker failed.
+    WorkerError: the worker failed.
   """
-  kept = place(config, topology, title)
-  if kept and (kept / REPORT).exists():
-    return json.loads((kept / "plan.json").read_text())
-  request = {"config": config, "topology": topology, "title": title, "simulate": False}
-  request |= {"task": "plan", "command": command}
-  with worked(request, label=label) as (folder, code):
-    if code:
-      raise exit_codes.RetryableError(last_line(folder))
-    _keep(folder, kept)
-    return json.loads((folder / "plan.json").read_text())
+  kept = None if topology is None else place(config, topology, title)
+  kept = kept and kept.with_suffix(".json")
+  if kept and not debug and kept.exists():
+    remark = f"cached plan of the same config, topology, code and versions: {kept}"
+    return {**json.loads(kept.read_text()), "remarks": [remark]}
+  request = {"config": config, "topology": topology, "title": title, "simulate": simulate}
+  found = answer({**request, "task": "plan", "command": command}, debug=debug, label=label)
+  if kept:
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    files.replace(kept, json.dumps(found), shared=True)
+  return {**found, "remarks": []}
 
 
-def printed(folder: pathlib.Path) -> str:
-  """Returns what a worker that failed has printed."""
-  said = folder / "stderr"
-  return said.read_text(errors="replace") if said.exists() else ""
-
-
-def last_line(folder: pathlib.Path) -> str:
-  """Returns the last line of what a worker that failed has printed."""
-  return next((line for line in reversed(printed(folder).splitlines()) if line.strip()), "failed")
-
-
-@contextlib.contextmanager
-def worked(
+def answer(
   request: Mapping[str, Any],
   *,
   debug: bool = False,
   label: str = "plan",
   say: Callable[[str], None] | None = None,
-) -> Iterator[tuple[pathlib.Path, int]]:
-  """Yields the folder of a worker's results and what `work` returns; then the folder is removed."""
-  with tempfile.TemporaryDirectory() as name, preemption.undone(lambda: shutil.rmtree(name)):
-    folder = pathlib.Path(name)
-    yield folder, work(request, folder, debug=debug, label=label, say=say)
-
-
-def work(
-  request: Mapping[str, Any],
-  folder: pathlib.Path,
-  *,
-  debug: bool = False,
-  label: str = "plan",
-  say: Callable[[str], None] | None = None,
-) -> int:
-  """Runs a worker; returns 0 if it was done, or 1 if it failed.
+) -> Any:
+  """Returns what a worker answers.
 
   A compiler does not react to signals. So the worker has its own session, which a terminal's Ctrl-C
   does not reach, and is killed when this process is asked to stop. If this process is killed, the
@@ -161,24 +153,40 @@ def work(
 
   Args:
     request: what it is to do.
-    folder: where it writes its results; what it printed, if it failed, is in `stderr` there.
     debug: shows its output.
     label: what a terminal shows before its phases.
     say: takes a phase now and then, where standard error is no terminal.
 
   Raises:
     ValueError: it refused.
+    WorkerError: it failed.
   """
-  here = request["topology"] is None
+  with tempfile.TemporaryDirectory() as name, preemption.undone(lambda: shutil.rmtree(name)):
+    folder = pathlib.Path(name)
+    code = _work({**request, "folder": name, "debug": debug}, folder / "stderr", label, say)
+    if code == exit_codes.REFUSED:
+      raise ValueError((folder / ANSWER).read_text())
+    if code:
+      hint = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
+      ended = f"error: the process of {label} was ended by signal {-code}{hint}\n"
+      printed = (folder / "stderr").read_text(errors="replace")
+      raise WorkerError(printed + ended if code < 0 else printed)
+    return json.loads((folder / ANSWER).read_text())
+
+
+def _work(
+  request: dict[str, Any], errors: pathlib.Path, label: str, say: Callable[[str], None] | None
+) -> int:
+  """Runs a worker, whose output goes to a file, and returns its exit code."""
+  here, debug = request["topology"] is None, request["debug"]
   # The compiler may be in a folder of the caller's.
   path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-  said = folder / "stderr"
   read, write = os.pipe()
-  with said.open("wb") as errors, open(read, "rb", buffering=0) as phases:
+  with errors.open("wb") as said, open(read, "rb", buffering=0) as phases:
     worker = subprocess.Popen(
       [sys.executable, "-m", "commands.plan_worker"],
       stdin=subprocess.PIPE,
-      stderr=None if debug else errors,
+      stderr=None if debug else said,
       env={**os.environ, **({} if here else ENVIRONMENT), "PYTHONPATH": path},
       pass_fds=(write,),
       start_new_session=True,
@@ -187,10 +195,9 @@ def work(
     with preemption.undone(lambda: (asked.set(), _kill(worker))):
       try:
         os.close(write)
-        more = {"folder": str(folder), "debug": debug, "phases": write}
-        more["extensions"] = [*map(str, extensions.loaded())]
+        request |= {"phases": write, "extensions": [*map(str, extensions.loaded())]}
         with contextlib.suppress(BrokenPipeError):  # it has ended already, with a message
-          worker.stdin.write(pickle.dumps({**request, **more}))
+          worker.stdin.write(pickle.dumps(request))
           worker.stdin.flush()
         _watch(phases, label, say, quiet=debug)
         code = worker.wait()
@@ -200,16 +207,7 @@ def work(
           worker.stdin.close()
   if asked.is_set():  # to stop, in the thread that waits for signals, which ends this process
     sys.exit(exit_codes.STOPPED)
-  if code == exit_codes.REFUSED:
-    raise ValueError((folder / "refusal").read_text())
-  if code < 0:
-    hint = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
-    with said.open("a") as errors:
-      errors.write(f"error: the process of {label} was ended by signal {-code}{hint}\n")
-  if code:
-    return exit_codes.FAILED
-  said.unlink()
-  return exit_codes.DONE
+  return code
 
 
 def _kill(worker: subprocess.Popen) -> None:
@@ -244,21 +242,8 @@ def _watch(phases: BinaryIO, label: str, say: Callable[[str], None] | None, *, q
         phase = printable(text.decode(errors="replace").splitlines()[-1], newlines=False)
 
 
-def _deliver(folder: pathlib.Path, workdir: epath.Path, remark: str = "") -> int:
-  """Prints and writes an existing plan; returns its exit code."""
-  found = json.loads((folder / "plan.json").read_text())
-  workdir.mkdir(parents=True, exist_ok=True)
-  for name in FILES:
-    files.replace(workdir / name, (folder / name).read_text())
-  print((folder / REPORT).read_text(), end="")
-  print(f"page: {workdir / 'plan.html'}")
-  if remark:
-    print(remark)
-  return 0 if found["fits"] else 3
-
-
-def place(config: ConfigDict, topology: str, title: str) -> pathlib.Path | None:
-  """Returns the place of this plan in the cache; None without a cache."""
+def place(config: ConfigDict, topology: str, title: str) -> epath.Path | None:
+  """Returns the place of this plan in the cache, without a suffix; None without a cache."""
   if not config.planning.cache_dir:
     return None
   code = hashlib.sha256()
@@ -270,7 +255,7 @@ def place(config: ConfigDict, topology: str, title: str) -> pathlib.Path | None:
   if "folder" in config.model and config.model.folder:
     facts.append(hf_folder.digest(hf_folder.local(config.model.folder, "model.folder")))
   digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
-  return pathlib.Path(config.planning.cache_dir).expanduser() / digest
+  return epath.Path(config.planning.cache_dir).expanduser() / digest
 
 
 def _compiler() -> str:
@@ -278,14 +263,3 @@ def _compiler() -> str:
     return importlib.metadata.version("libtpu")
   except importlib.metadata.PackageNotFoundError:
     return ""
-
-
-def _keep(folder: pathlib.Path, kept: pathlib.Path | None) -> None:
-  """Puts a plan into the cache atomically: other processes may read it, or write the same."""
-  if kept is None or kept.exists():
-    return
-  kept.parent.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryDirectory(dir=kept.parent) as name:
-    shutil.copytree(folder, half := pathlib.Path(name, "plan"))
-    if not kept.exists():
-      half.rename(kept)

@@ -1,10 +1,10 @@
 """What plans and searches need JAX and a compiler for: `python -m commands.plan_worker`.
 
 The compiler for TPUs, once loaded, prints on every start and holds a lock; ordinary runs never
-load it. A request comes on stdin, results go to files of its folder. The tasks are `plan`, and of a
-search `formulas` (memory and time of settings by formula), `measure` (short runs on the attached
-devices) and `nearest` (what would fit, where nothing does). Exits with 0; or writes the reason to
-`refusal`, and exits with 2. It reports its phases to the pipe that the request names.
+load it. A request comes on stdin, the answer goes to a file of its folder. The tasks are `plan`,
+and of a search `formulas` (memory and time of settings by formula), `measure` (short runs on the
+attached devices) and `nearest` (what would fit, where nothing does). Exits with 0; or with 2, where
+the answer is why it refuses. It reports its phases to the pipe that the request names.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from typing import Any
 
 from runtime import exit_codes
 
-RESULT = "result.json"  # of a search's task
+ANSWER = "answer.json"  # as in commands/plan_process.py, which is not imported
 
 
 def main() -> int:
@@ -38,15 +38,13 @@ def main() -> int:
     extensions.load(path)
   folder = pathlib.Path(request["folder"])
   try:
-    if request["task"] == "plan":
-      _plan(request, folder)
-    else:
-      (folder / RESULT).write_text(json.dumps(_search(request)))
+    answer = _plan(request) if request["task"] == "plan" else _search(request)
+    (folder / ANSWER).write_text(json.dumps(answer))
   except Exception as error:
     named = extensions.placed(error)
     if request["debug"] or not isinstance(named, ValueError):
       raise
-    (folder / "refusal").write_text(str(named))
+    (folder / ANSWER).write_text(str(named))
     return exit_codes.REFUSED
   return exit_codes.DONE
 
@@ -67,8 +65,8 @@ def end_with_the_parent() -> None:
   os.killpg(0, signal.SIGKILL)
 
 
-def _plan(request: Mapping[str, Any], folder: pathlib.Path) -> None:
-  """Writes report.txt, plan.html and plan.json."""
+def _plan(request: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the report, the page, and what plan.json has."""
   import jax
 
   from planning import plan
@@ -84,9 +82,8 @@ def _plan(request: Mapping[str, Any], folder: pathlib.Path) -> None:
     progress=lambda phase: report(request["phases"], phase),
   )
   report(request["phases"], "writing the page")
-  (folder / "report.txt").write_text(plan_report.text(found) + "\n")
-  (folder / "plan.html").write_text(plan_report.html(found, command=request["command"]))
-  (folder / "plan.json").write_text(json.dumps(found.as_json(), indent=2) + "\n")
+  page = plan_report.html(found, command=request["command"])
+  return {"report": plan_report.text(found), "html": page, "plan": found.as_json()}
 
 
 def _search(request: Mapping[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ from commands import plan_process
 from planning import search_results
 from planning.search_results import Estimate, Found, Tried
 from reports import search_report
-from runtime import exit_codes
 from training.metrics.console import say
 
 # Settings by formula that are wanted for each that is compiled.
@@ -54,10 +52,7 @@ def of_topology(asked: Asked, name: str | None) -> Found:
   """
   most = max(_SPARE * asked.compilations, search_results.LISTED)
   place = plan_process.place(asked.config, name or "attached", f"search {asked.title}")
-  request = {
-    **{"axes": asked.axes, "batches": asked.batches},
-    **{"most": most, "cache": str(place) if place else ""},
-  }
+  request = {"axes": asked.axes, "batches": asked.batches, "most": most, "cache": str(place or "")}
   found = _answer("formulas", asked, name, request)
   estimates = tuple(Estimate(**one) for one in found.pop("estimates"))
   found = Found(**found, estimates=estimates)
@@ -83,7 +78,7 @@ def _compiled(asked: Asked, name: str, found: Found) -> Found:
         title=asked.title,
         label=f"{label}, {one.mesh_text}",
         command=asked.command,
-      )
+      )["plan"]
     except (ValueError, RuntimeError) as error:
       tried.append(Tried(one, 0, None, next(iter(str(error).splitlines()), "failed")))
     else:
@@ -162,14 +157,10 @@ def _answer(
 
   Raises:
     ValueError: it refused.
-    RetryableError: it failed.
+    WorkerError: it failed.
   """
   given = {"task": task, "config": asked.config, "topology": topology, "simulate": asked.simulate}
-  request = {**given, **request}
-  with plan_process.worked(request, debug=asked.debug, label=label, say=say) as (folder, code):
-    if code:
-      raise exit_codes.RetryableError(plan_process.last_line(folder))
-    return json.loads((folder / "result.json").read_text())
+  return plan_process.answer({**given, **request}, debug=asked.debug, label=label, say=say)
 
 
 def with_setting(config: ConfigDict, setting: Mapping[str, Any]) -> ConfigDict:

@@ -33,7 +33,7 @@ def test_the_same_plan_is_made_once_also_by_several_at_once(tmp_path, capfd, mon
   assert len(texts) == 1
   capfd.readouterr()
 
-  monkeypatch.setattr(plan_process, "work", lambda *_, **__: pytest.fail("made again"))
+  monkeypatch.setattr(plan_process, "answer", lambda *_, **__: pytest.fail("made again"))
   assert plan(tmp_path, "three") == 0
   out = capfd.readouterr().out
   assert out.startswith("fits 8 devices of h100:8")

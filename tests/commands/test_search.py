@@ -33,7 +33,7 @@ def answers(monkeypatch):
   """Has the worker's answers computed in this process; returns the requests."""
   requests = []
 
-  def work(request, folder, **_):
+  def answer(request, **_):
     here = aot.Here(tuple(jax.devices()) if request["topology"] is None else ())
     target = aot.target_of(request["config"], request["topology"] or "cpu:8", here=here)
     given = search.Formulas(target, search.limit_of(target))
@@ -41,10 +41,9 @@ def answers(monkeypatch):
       request = {**request, "phases": pipe.fileno()}
       requests.append(request)
       found = getattr(plan_worker, f"_{request['task']}")(request, given)
-    (folder / plan_worker.RESULT).write_text(json.dumps(found))
-    return 0
+    return json.loads(json.dumps(found))
 
-  monkeypatch.setattr(plan_process, "work", work)
+  monkeypatch.setattr(plan_process, "answer", answer)
   return requests
 
 
@@ -58,10 +57,8 @@ def compiler(monkeypatch, seconds, *, fits=True):
 
   def made(config, topology, **_):
     configs.append(config)
-    return {
-      **{"fits": fits, "peak_bytes_per_device": 1000},
-      "step_seconds": {"expected": seconds(config)} if fits else None,
-    }
+    times = {"expected": seconds(config)} if fits else None
+    return {"plan": {"fits": fits, "peak_bytes_per_device": 1000, "step_seconds": times}}
 
   monkeypatch.setattr(plan_process, "made", made)
   monkeypatch.setattr(aot, "compiled_here", lambda *_: True)
@@ -141,7 +138,8 @@ def test_a_compilation_that_fails_is_reported_and_the_search_goes_on(
     calls.append(config)
     if len(calls) == 1:
       raise RuntimeError("the compiler crashed\nmore")
-    return {"fits": True, "peak_bytes_per_device": 9, "step_seconds": {"expected": 1.0}}
+    times = {"expected": 1.0}
+    return {"plan": {"fits": True, "peak_bytes_per_device": 9, "step_seconds": times}}
 
   monkeypatch.setattr(plan_process, "made", made)
   monkeypatch.setattr(aot, "compiled_here", lambda *_: True)
