@@ -241,104 +241,70 @@ def check_versions(
     root: of the project, with its lock files.
   """
   there = installed() if there is None else there
-  yield _python()
-  locked = pins(root / "requirements" / "locks" / "base.txt")
-  yield from _packages(there, locked, pins(root / "requirements.txt"))
-  yield from _jax(there, locked)
-  yield from _gpu(there, hardware)
-  yield from _tpu(there, hardware, locked, pins(root / "requirements" / "locks" / "tpu.txt"))
-
-
-def _python() -> Finding:
-  name = f"Python {platform.python_version()}"
-  if sys.version_info < OLDEST_PYTHON:
-    return wrong(f"{name}: too old", f"use {'.'.join(map(str, OLDEST_PYTHON))} or newer")
-  return ok(f"{name}, {platform.system()} {platform.machine()}")
-
-
-def _packages(
-  there: Mapping[str, str], locked: Mapping[str, str], direct: Mapping[str, str]
-) -> Iterator[Finding]:
-  lock = "requirements/locks/base.txt"
+  lock, locks = "requirements/locks/base.txt", root / "requirements" / "locks"
+  locked, pinned = pins(locks / "base.txt"), pins(locks / "tpu.txt")["libtpu"]
   install = f"run `make setup`, or pip install --require-hashes -r {lock}"
-  if missing := [name for name in direct if name not in there]:
-    yield wrong(f"missing packages: {_few_names(missing)}", install)
+  missing = [name for name in pins(root / "requirements.txt") if name not in there]
   others = [
     f"{name} {there[name]} ({version})"
     for name, version in locked.items()
     if there.get(name, version) != version
   ]
-  if others:
-    yield warning(
-      f"{len(others)} packages differ from {lock} (in brackets): {_few_names(others)}", install
-    )
-  elif not missing:
-    yield ok(f"{len(locked)} packages as in {lock}")
-
-
-def _jax(there: Mapping[str, str], locked: Mapping[str, str]) -> Iterator[Finding]:
-  jax, jaxlib = there.get("jax"), there.get("jaxlib")
-  if not jax or not jaxlib:
-    return
-  if jax != jaxlib:
-    yield wrong(
-      f"jax {jax} and jaxlib {jaxlib} do not match",
-      f"install the same version of both: pip install jax=={locked['jax']} "
-      f"jaxlib=={locked['jaxlib']}",
-    )
-  else:
-    yield ok(f"jax and jaxlib {jax}, flax {there.get('flax', 'missing')}")
-
-
-def _gpu(there: Mapping[str, str], hardware: str | None) -> Iterator[Finding]:
+  jax, jaxlib, libtpu = (there.get(name, "") for name in ("jax", "jaxlib", "libtpu"))
   plugins = {name: version for name, version in there.items() if _PLUGIN.fullmatch(name)}
   kinds = sorted({_PLUGIN.fullmatch(name)[1] for name in plugins})
-  if len(kinds) > 1:
-    yield wrong(
+  uneven = [f"{name} {version}" for name, version in plugins.items() if version != jaxlib]
+  as_locked, wanted = jax == locked["jax"], locked["jax"]
+  python = f"Python {platform.python_version()}"
+  problems = (
+    (
+      *(sys.version_info < OLDEST_PYTHON, WRONG, f"{python}: too old"),
+      f"use {'.'.join(map(str, OLDEST_PYTHON))} or newer",
+    ),
+    (missing, WRONG, f"missing packages: {_few_names(missing)}", install),
+    (
+      *(others, WARNING),
+      f"{len(others)} packages differ from {lock} (in brackets): {_few_names(others)}",
+      install,
+    ),
+    (
+      *(jax and jaxlib and jax != jaxlib, WRONG, f"jax {jax} and jaxlib {jaxlib} do not match"),
+      f"install the same version of both: pip install jax=={wanted} jaxlib=={wanted}",
+    ),
+    (
+      *(len(kinds) > 1, WRONG),
       f"plugins of several kinds of GPU software are installed: {', '.join(sorted(plugins))}",
-      f"uninstall all but those of one, such as {kinds[0]}",
-    )
-  if uneven := [
-    f"{name} {version}" for name, version in plugins.items() if version != there.get("jaxlib")
-  ]:
-    yield wrong(
-      f"{', '.join(uneven)} do not match jaxlib {there.get('jaxlib')}",
+      f"uninstall all but those of one, such as {', '.join(kinds[:1])}",
+    ),
+    (
+      *(uneven, WRONG, f"{', '.join(uneven)} do not match jaxlib {jaxlib}"),
       "run `make setup ACCELERATOR=gpu`, or install them in jaxlib's version",
-    )
-  elif plugins and len(kinds) == 1:
-    yield ok(f"plugins for GPUs: {kinds[0]} {next(iter(plugins.values()))}")
-  if hardware == "gpu" and not plugins:
-    yield wrong(
-      "this machine has a GPU, and JAX has no plugin for it", "run `make setup ACCELERATOR=gpu`"
-    )
-
-
-def _tpu(
-  there: Mapping[str, str],
-  hardware: str | None,
-  locked: Mapping[str, str],
-  of_tpus: Mapping[str, str],
-) -> Iterator[Finding]:
-  found, pinned = there.get("libtpu"), of_tpus["libtpu"]
-  if found is None:
-    if hardware == "tpu":
-      yield wrong(
-        "this machine has a TPU, and libtpu is not installed", "run `make setup ACCELERATOR=tpu`"
-      )
-    return
-  if there.get("jax") != locked["jax"]:
-    yield warning(
-      f"libtpu {found}: known to match is {pinned} with jax {locked['jax']} alone",
-      f"install jax[tpu]=={there.get('jax')}, which brings the libtpu that it is made for",
-    )
-  elif found.split(".")[:3] != pinned.split(".")[:3]:
-    yield wrong(
-      f"libtpu {found} does not match jax {locked['jax']}: programs that it compiles cannot be "
-      f"read",
+    ),
+    (
+      *(hardware == "gpu" and not plugins, WRONG),
+      "this machine has a GPU, and JAX has no plugin for it",
+      "run `make setup ACCELERATOR=gpu`",
+    ),
+    (
+      *(hardware == "tpu" and not libtpu, WRONG),
+      "this machine has a TPU, and libtpu is not installed",
+      "run `make setup ACCELERATOR=tpu`",
+    ),
+    (
+      *(libtpu and not as_locked, WARNING),
+      f"libtpu {libtpu}: known to match is {pinned} with jax {wanted} alone",
+      f"install jax[tpu]=={jax}, which brings the libtpu that it is made for",
+    ),
+    (
+      *(libtpu and as_locked and libtpu.split(".")[:3] != pinned.split(".")[:3], WRONG),
+      f"libtpu {libtpu} does not match jax {wanted}: programs that it compiles cannot be read",
       f"pip install libtpu=={pinned}",
-    )
-  else:
-    yield ok(f"libtpu {found}")
+    ),
+  )
+  yield ok(f"{python}, {platform.system()} {platform.machine()}; jax {jax}, jaxlib {jaxlib}")
+  if not missing and not others:
+    yield ok(f"{len(locked)} packages as in {lock}")
+  yield from (Finding(status, what, fix) for is_so, status, what, fix in problems if is_so)
 
 
 def _few_names(names: list[str]) -> str:

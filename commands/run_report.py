@@ -190,81 +190,54 @@ class PageWriter:
     """
     self._workdir, self._path = workdir, workdir / name
     self._require, self._report = require, report
-    self._reported = False
-    self._page: _Page | None = None
+    self._process: subprocess.Popen | None = None  # whose page is wanted
+    self._thread: threading.Thread | None = None  # that waits for it
+    self._rests_until = 0.0  # on the clock of `time.monotonic`
 
   def request(self) -> None:
     """Starts to write the page, unless one is being written, or was a short time ago."""
-    last = self._page
-    if last is None or (last.ended and time.monotonic() >= last.ended + PAUSE * last.seconds):
+    if self._process is None and time.monotonic() >= self._rests_until:
       self._begin(NICENESS)
 
   def finish(self, seconds: float) -> None:
     """Writes the page from what the files say now, and waits for it so long at most."""
-    if self._page is not None:
-      self._page.quit()  # of older numbers
+    self._quit()  # the page of older numbers
     self._begin(0)
-    if self._page is not None:
-      self._page.join(seconds)
-      if self._page.is_alive():
-        self._page.quit()
+    if self._thread is not None:
+      self._thread.join(seconds)
+      if self._quit():
         self._failed(f"it took longer than {seconds:g} s")
 
   def _begin(self, niceness: int) -> None:
     try:
-      self._page = _Page(self._workdir, niceness, self._written, self._failed)
-      self._page.start()
+      self._process = subprocess.Popen(
+        [sys.executable, "-m", "reports.run_page", os.fspath(self._workdir), str(niceness)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"},
+      )
     except OSError as error:
-      self._page = None
       self._failed(str(error))
-
-  def _written(self, content: bytes) -> None:
-    files.replace(self._path, content, require=self._require)
-
-  def _failed(self, why: str) -> None:
-    if not self._reported:
-      self._report(f"{self._path} is not written, training continues: {why}")
-    self._reported = True
-
-
-class _Page(threading.Thread):
-  """The thread that waits for the process of one page.
-
-  Attributes:
-    ended: when it has ended, on the clock of `time.monotonic`; 0 before.
-    seconds: that the page took.
-  """
-
-  def __init__(
-    self,
-    workdir: epath.Path,
-    niceness: int,
-    written: Callable[[bytes], None],
-    failed: Callable[[str], None],
-  ):
-    super().__init__(name="run.html", daemon=True)
-    self.ended = self.seconds = 0.0
-    self._began = time.monotonic()
-    self._written, self._failed = written, failed
-    self._quit = False
-    self._process = subprocess.Popen(
-      [sys.executable, "-m", "reports.run_page", os.fspath(workdir), str(niceness)],
-      stdin=subprocess.DEVNULL,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      env={**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"},
+      return
+    self._thread = threading.Thread(
+      target=self._wait, args=(self._process,), name="run.html", daemon=True
     )
+    self._thread.start()
 
-  def quit(self) -> None:
-    """Ends the process, without a report, and the thread."""
-    self._quit = True
-    self._process.kill()
-    self.join()
+  def _quit(self) -> bool:
+    """Ends the process, without a report, and the thread; returns whether there was one."""
+    process, self._process = self._process, None
+    if process is not None:
+      process.kill()
+      self._thread.join()
+    return process is not None
 
-  def run(self) -> None:
-    """Hands the page over, or reports the last line that the process has printed."""
+  def _wait(self, process: subprocess.Popen) -> None:
+    """Writes the page of a process, or reports the last line that it has printed."""
+    began = time.monotonic()
     try:
-      with self._process as process:
+      with process:
         try:
           page, said = process.communicate(timeout=PAGE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -273,10 +246,16 @@ class _Page(threading.Thread):
       if process.returncode:
         lines = said.decode(errors="replace").strip().splitlines()
         raise RuntimeError(lines[-1] if lines else f"exit code {process.returncode}")
-      if not self._quit:
-        self._written(page)
+      if process is self._process:
+        files.replace(self._path, page, require=self._require)
     except Exception as error:  # whatever it is, it is only a page
-      if not self._quit:
+      if process is self._process:
         self._failed(str(error))
-    self.ended = time.monotonic()
-    self.seconds = self.ended - self._began
+    ended = time.monotonic()
+    self._rests_until = ended + PAUSE * (ended - began)
+    if process is self._process:
+      self._process = None
+
+  def _failed(self, why: str) -> None:
+    self._report(f"{self._path} is not written, training continues: {why}")
+    self._report = lambda text: None

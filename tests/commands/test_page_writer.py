@@ -54,7 +54,7 @@ def writer(folder, require=files.always):
 
 
 def wait(made):
-  made._page.join(10)
+  made._thread.join(10)
 
 
 def test_the_real_process_writes_the_page_of_the_files(tmp_path):
@@ -86,10 +86,10 @@ def test_a_page_is_not_rewritten_while_one_is_made_nor_right_after(tmp_path, fak
   fake.slow = False
   wait(made)
   assert (tmp_path / "run.html").read_text() == "page 1"
-  made._page.seconds = 1000.0
+  made._rests_until = time.monotonic() + 1000.0
   made.request()
   assert len(fake.started) == 1
-  made._page.seconds = 0.0
+  made._rests_until = 0.0
   made.request()
   wait(made)
   assert (tmp_path / "run.html").read_text() == "page 2"
