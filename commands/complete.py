@@ -120,16 +120,20 @@ def candidates(words: Sequence[str], word: str, known: Mapping) -> Found:
   """
   verb, given, waits = _parse(words, known)
   keys = _keys(given.get("config") or next(filter(_is_config, words), None), known)
+  before, typed = "", word
   if waits:
     found = _values(waits, word, keys, known)
+  elif match := re.match(r"--(config|against)\.|--set=", word):
+    before, typed = match[0], word[match.end() :]
+    found = _settings(typed, keys)
   elif word.startswith("--") and "=" in word:
-    flag, _, value = word.partition("=")
-    found = ((f"{flag}={v}", what) for v, what in _values(_name(flag), value, keys, known))
+    flag, _, typed = word.partition("=")
+    before, found = f"{flag}=", _values(_name(flag), typed, keys, known)
   elif word.startswith("-"):
-    found = _flags(verb, given, word, keys, known)
+    found = _flags(verb, given, known)
   else:
     found = _words(verb, given, word, keys, known)
-  yield from {name: what for name, what in found if name.startswith(word)}.items()
+  yield from {before + name: what for name, what in found if name.startswith(typed)}.items()
 
 
 def _name(flag: str) -> str:
@@ -161,16 +165,11 @@ def _words(
   if verb in ("", "help"):
     yield from ((f"{name} ", what) for name, what in known["verbs"].items())
     yield ("keys ", "all config keys") if verb else ("help ", "verbs, flags, config keys")
-  name, equals, value = word.partition("=")
-  if verb in ("help", "config") and not equals:
+  if verb in ("help", "config") and "=" not in word:
     yield from _dotted(word, keys, " ")
-  elif known["takes"].get(verb or "train") and re.fullmatch(r"[a-z_0-9.]+", name):
-    if equals:
-      found = _values(f"config.{name}", value, keys, known)
-      yield from ((f"{name}={one}", what) for one, what in found)
-    else:
-      yield from _dotted(word, keys, "=")
-      yield from ((f"{folder}/", "") for folder in _PLACES if os.path.isdir(folder))
+  elif known["takes"].get(verb or "train") and re.match(r"[a-z_0-9.]*(=|$)", word):
+    yield from _settings(word, keys)
+    yield from ((f"{folder}/", "") for folder in _PLACES if os.path.isdir(folder))
   if verb == "report":
     yield from _paths(word)
   elif "/" in word:
@@ -178,16 +177,10 @@ def _words(
   if verb == "completion":
     yield from ((f"{shell} ", "") for shell in _SHELLS)
   if verb != "help" and not word:
-    yield from _flags(verb, given, "--", keys, known)
+    yield from _flags(verb, given, known)
 
 
-def _flags(
-  verb: str, given: Mapping[str, str], word: str, keys: Mapping[str, Sequence], known: Mapping
-) -> Found:
-  for flag in _CONFIGS:
-    if word.startswith(f"--{flag}."):
-      yield from _dotted(word, keys, "=", f"--{flag}.")
-      return
+def _flags(verb: str, given: Mapping[str, str], known: Mapping) -> Found:
   verb = verb or "train"
   for name, flag in known["flags"].items():
     taken = flag["verbs"] is None or verb in flag["verbs"]
@@ -198,62 +191,27 @@ def _flags(
   yield "--help ", "help about the verb"
 
 
-def _dotted(typed: str, keys: Mapping[str, Sequence], end: str, prefix: str = "") -> Found:
+def _dotted(typed: str, keys: Mapping[str, Sequence], end: str) -> Found:
   """Yields keys of the section that is typed, and the sections below it."""
-  inside = typed[len(prefix) :].rpartition(".")[0]
+  start = typed[: typed.rfind(".") + 1]
   for key, (_, meaning) in keys.items():
-    if inside and not key.startswith(f"{inside}."):
-      continue
-    rest = key[len(inside) + 1 :] if inside else key
-    section, dot, _ = rest.partition(".")
-    start = f"{inside}." if inside else ""
-    if dot:
-      yield f"{prefix}{start}{section}.", "a section"
-    else:
-      yield f"{prefix}{key}{end}", meaning
+    if key.startswith(start):
+      section, dot, _ = key[len(start) :].partition(".")
+      yield (f"{start}{section}.", "a section") if dot else (f"{key}{end}", meaning)
 
 
-# Table of a user's parts -> the keys that name one.
-_TABLES = {
-  "MLPS": ("model.mlp",),
-  "ATTENTION": ("model.attention",),
-  "NORMS": ("model.norm",),
-  "ACTIVATIONS": ("model.activation",),
-  "POSITION_EMBEDDINGS": ("model.positions",),
-  "METRICS": ("training.metrics", "evaluation.metrics"),
-}
+def _settings(typed: str, keys: Mapping[str, Sequence]) -> Found:
+  """Yields `key=`, and behind it the values of the key."""
+  key, equals, value = typed.partition("=")
+  if not equals:
+    yield from _dotted(typed, keys, "=")
+    return
+  yield from ((f"{key}={word} ", "") for word in (keys[key][0] if key in keys else ()))
+  if key in _PATH_KEYS:
+    yield from ((f"{key}={path}", what) for path, what in _paths(value))
 
 
 def _keys(location: str | None, known: Mapping) -> Mapping[str, Sequence]:
-  """Returns the keys of the config that is given, with what its file and those it imports register.
-
-  The files are read, not executed.
-  """
-  found = dict(_of_recipe(location, known))
-  path = (location or "").partition(":")[0]
-  path = os.path.expanduser(path if path.endswith(".py") else f"{path}.py")
-  left, seen = [path], set()
-  while left:
-    path = left.pop()
-    if path in seen or os.path.abspath(path).startswith(ROOT + os.sep) or not os.path.isfile(path):
-      continue
-    seen.add(path)
-    with contextlib.suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
-      text = file.read()
-      left += [
-        os.path.join(os.path.dirname(path), f"{name}.py")
-        for name in re.findall(r"^(?:import|from) (\w+)", text, re.M)
-      ]
-      for table, name in re.findall(r"\b([A-Z_]+)\.register\(\s*[\"']([\w.]+)[\"']", text):
-        if table == "KEYS":
-          found[name] = [[], ""]
-        for key in _TABLES.get(table, ()):
-          words, meaning = found.get(key, ((), ""))
-          found[key] = [[*words, name], meaning]
-  return found
-
-
-def _of_recipe(location: str | None, known: Mapping) -> Mapping[str, Sequence]:
   """Returns the keys of the recipe that `--config` names; of all where there is none."""
   file, _, argument = (location or "").partition(":")
   model = re.sub(r"^.*model=|,.*$", "", argument) if "=" in argument else argument
@@ -277,23 +235,16 @@ def _values(name: str, value: str, keys: Mapping[str, Sequence], known: Mapping)
   if name in _CONFIGS:
     yield from _config(value, known)
   elif flag in _CONFIGS and dot:
-    yield from ((f"{word} ", "") for word in (keys[key][0] if key in keys else ()))
-    if key in _PATH_KEYS:
-      yield from _paths(value)
+    yield from ((one[len(key) + 1 :], what) for one, what in _settings(f"{key}={value}", keys))
   elif name == "set":
-    key, equals, _ = value.partition("=")
-    if equals:
-      yield from ((f"{key}={word} ", "") for word in (keys[key][0] if key in keys else ()))
-    else:
-      yield from _dotted(value, keys, "=")
+    yield from _settings(value, keys)
   elif name == "accept_changes":
     done = value[: value.rfind(",") + 1]
     yield from ((done + key, what) for key, what in _dotted(value[len(done) :], keys, ""))
   elif name in known["flags"]:
     row = known["flags"][name]
-    yield from ((word if word.endswith(":") else f"{word} ", "") for word in row["values"])
-    if row["bool"]:
-      yield from (("true ", ""), ("false ", ""))
+    words = ["true", "false"] if row["bool"] else row["values"]
+    yield from ((word if word.endswith(":") else f"{word} ", "") for word in words)
     if row["path"]:
       yield from _paths(value)
 
@@ -301,39 +252,28 @@ def _values(name: str, value: str, keys: Mapping[str, Sequence], known: Mapping)
 def _config(value: str, known: Mapping) -> Found:
   """Yields config files; behind the colon recipes, or model=NAME,data=NAME."""
   file, colon, argument = value.partition(":")
+  done = argument[: argument.rfind(",") + 1]
+  name, equals, _ = argument[len(done) :].partition("=")
   if not value:
     yield from ((f"{file} ", "") for file in known["strategies"])
-    return
-  if not colon:
-    for path in _files(value):
-      if path.endswith(os.sep):
-        yield path, ""
-      elif path.endswith(".py") and not path.endswith("__init__.py"):
-        yield f"{path} ", ""
-    return
-  done = argument[: argument.rfind(",") + 1]
-  part = argument[len(done) :]
-  name, equals, _ = part.partition("=")
-  if equals:
-    known_values = known["recipes"] if name == "model" else known["data"] if name == "data" else []
-    yield from ((f"{file}:{done}{name}={one}", "") for one in known_values)
-    return
-  if not done:
-    yield from ((f"{file}:{recipe} ", "") for recipe in known["recipes"])
-  yield from ((f"{file}:{done}{key}=", "") for key in ("model", "data") if f"{key}=" not in done)
+  elif not colon:
+    yield from ((path, "") for path, _ in _paths(value) if re.search(r"/$|(?<!__)\.py $", path))
+  elif equals:
+    named = {"model": known["recipes"], "data": known["data"]}
+    yield from ((f"{file}:{done}{name}={one}", "") for one in named.get(name, ()))
+  else:
+    recipes = [] if done else [f"{recipe} " for recipe in known["recipes"]]
+    more = [f"{key}=" for key in ("model", "data") if f"{key}=" not in done]
+    yield from ((f"{file}:{done}{one}", "") for one in [*recipes, *more])
 
 
 def _paths(value: str) -> Found:
-  yield from ((path if path.endswith(os.sep) else f"{path} ", "") for path in _files(value))
-
-
-def _files(value: str) -> Iterator[str]:
   """Yields the files and folders that begin so, as typed; those in a folder as `folder/`."""
-  pattern = glob.escape(os.path.expanduser(value)) + "*"
-  for path in glob.iglob(pattern):
+  for path in glob.iglob(glob.escape(os.path.expanduser(value)) + "*"):
     name = os.path.basename(path)
     if re.fullmatch(r"[\w.,:=@%+/-]+", name) and name != "__pycache__":
-      yield os.path.join(os.path.dirname(value), name) + (os.sep if os.path.isdir(path) else "")
+      end = os.sep if os.path.isdir(path) else " "
+      yield os.path.join(os.path.dirname(value), name) + end, ""
 
 
 if __name__ == "__main__":

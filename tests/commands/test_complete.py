@@ -153,17 +153,3 @@ def test_the_script_answers_at_once_and_sees_changes(tmp_path):
 )
 def test_words_of_a_line(line, words):
   assert complete.split(line) == words
-
-
-def test_names_that_a_config_file_and_its_neighbours_register(after, tmp_path):
-  (tmp_path / "mine.py").write_text("import beside\n\nMLPS.register('wide', None)\n")
-  (tmp_path / "beside.py").write_text(
-    "import mine\nKEYS.register(\n  'model.wide_ratio', None)\nMETRICS.register('top_1', None)\n"
-  )
-  given = f"--config={tmp_path}/mine.py"
-  assert after(f"{given} --config.model.mlp=w") == ["--config.model.mlp=wide "]
-  assert after(f"{given} --config.model.wi") == [
-    *("--config.model.window=", "--config.model.wide_ratio=")
-  ]
-  assert after(f"{tmp_path}/mine evaluation.metrics=") == ["evaluation.metrics=top_1 "]
-  assert after("configs/dp8 evaluation.metrics=") == []
