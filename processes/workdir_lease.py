@@ -19,14 +19,13 @@ import pathlib
 import re
 import secrets
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
 
 from etils import epath
 
+from runtime import files
 from runtime.printable import printable
 
 # ------------------------------ claims ------------------------------
@@ -40,40 +39,10 @@ _MOST_BYTES = 2**16
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
-class Storage(Protocol):
-  """The files of a workdir's claims; every method may raise OSError."""
-
-  def names(self) -> list[str]:
-    """Returns the names of all files, bypassing caches."""
-
-  def create(self, name: str, text: str) -> bool:
-    """Writes a file if there is none of this name; returns whether there was none."""
-
-  def read(self, name: str) -> tuple[str, str]:
-    """Returns content and stamp, which changes with each write; "" if it cannot be read."""
-
-  def write(self, name: str, text: str) -> None:
-    """Replaces a file's content by one of the same length."""
-
-  def remove(self, name: str) -> None:
-    """Removes a file, if it is there."""
-
-  def remove_created(self) -> None:
-    """Removes the folders that `create` has made, if they are empty."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Beat:
-  """A heartbeat as read: what the owner wrote, and a stamp that changes whenever it writes."""
-
-  text: str
-  stamp: str
-
-
 class Claims:
   """The claims to one workdir; every method may raise OSError."""
 
-  def __init__(self, storage: Storage):
+  def __init__(self, storage: "_FolderStorage | BucketStorage"):
     """Takes where the claims are."""
     self._storage = storage
 
@@ -93,10 +62,10 @@ class Claims:
     """Writes a heartbeat, of at most 32 characters."""
     self._storage.write(f"{number:06}.beat", text[:_BEAT_BYTES].ljust(_BEAT_BYTES))
 
-  def read_beat(self, number: int) -> Beat:
-    """Returns the newest heartbeat."""
+  def read_beat(self, number: int) -> tuple[str, str]:
+    """Returns the newest heartbeat, and a stamp that changes whenever the owner writes one."""
     text, stamp = self._storage.read(f"{number:06}.beat")
-    return Beat(text.rstrip(), stamp)
+    return text.rstrip(), stamp
 
   def remove(self, number: int) -> None:
     """Removes a claim and its heartbeat."""
@@ -145,22 +114,24 @@ class _FolderStorage:
     self._made: list[pathlib.Path] = []
 
   def names(self) -> list[str]:
+    """Returns the names of all files, bypassing caches."""
     try:
       return os.listdir(self._folder)
     except FileNotFoundError:
       return []
 
   def create(self, name: str, text: str) -> bool:
+    """Writes a file if there is none of this name; returns whether there was none."""
     self._make()
     target, new = self._folder / name, self._folder / f"{name[:-5]}.{secrets.token_hex(8)}.new"
     try:
-      _write_new(new, text)
+      self._write(new, text, os.O_EXCL)
       try:
         os.link(new, target)  # atomic: with all of its content, or not at all
       except OSError as error:
         # The reply of a network file system may have been lost: then the file has two names.
         if error.errno in _NO_LINKS:
-          _write_new(target, text)
+          self._write(target, text, os.O_EXCL)
         elif new.stat().st_nlink != 2:
           raise
     except FileExistsError:
@@ -171,35 +142,30 @@ class _FolderStorage:
     return True
 
   def read(self, name: str) -> tuple[str, str]:
+    """Returns content and stamp, which changes with each write; "" if it cannot be read."""
     try:
-      descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+      with open(files.open_plain(self._folder / name, os.O_RDONLY), "rb") as file:
+        status, text = os.fstat(file.fileno()), file.read(_MOST_BYTES).decode(errors="replace")
     except OSError:
       return "", ""
-    with open(descriptor, "rb") as file:
-      status = os.fstat(descriptor)
-      if not stat.S_ISREG(status.st_mode):
-        return "", ""
-      text = file.read(_MOST_BYTES).decode(errors="replace")
     return text, f"{status.st_ino} {status.st_mtime_ns} {text}"
 
   def write(self, name: str, text: str) -> None:
-    path = self._folder / name
+    """Replaces a file's content by one of the same length."""
     try:
-      descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-      try:
-        os.pwrite(descriptor, text.encode(), 0)
-      finally:
-        os.close(descriptor)  # here NFS sends it
+      self._write(self._folder / name, text)
     except OSError as error:
       if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         raise
-      os.utime(path)  # a heartbeat without disk space
+      os.utime(self._folder / name)  # a heartbeat without disk space
 
   def remove(self, name: str) -> None:
+    """Removes a file, if it is there."""
     with contextlib.suppress(FileNotFoundError):
       (self._folder / name).unlink()
 
   def remove_created(self) -> None:
+    """Removes the folders that `create` has made, if they are empty."""
     with contextlib.suppress(OSError):  # something else is in it
       for folder in self._made:
         folder.rmdir()
@@ -216,17 +182,19 @@ class _FolderStorage:
     if self._folder.is_symlink():
       raise NotADirectoryError(f"{self._folder} is a symbolic link, not a folder; remove it")
 
-
-def _write_new(path: pathlib.Path, text: str) -> None:
-  descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-  with open(descriptor, "w", encoding="utf-8") as file:
-    file.write(text)
-    file.flush()
-    os.fsync(descriptor)
+  @staticmethod
+  def _write(path: pathlib.Path, text: str, flags: int = 0) -> None:
+    descriptor = files.open_plain(path, os.O_WRONLY | os.O_CREAT | flags, mode=0o644)
+    try:
+      os.pwrite(descriptor, text.encode(), 0)
+      if flags:  # a new file
+        os.fsync(descriptor)
+    finally:
+      os.close(descriptor)  # here NFS sends it
 
 
 class BucketStorage:
-  """A folder of a bucket, accessed by TensorStore, which also writes the arrays of checkpoints.
+  """A folder of a bucket, accessed by TensorStore, with the methods of `_FolderStorage`.
 
   A claim is created on the condition that its object does not exist: `ifGenerationMatch=0` in Cloud
   Storage, `If-None-Match: *` in S3. Both list new objects without delay.
@@ -299,8 +267,8 @@ class LostError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Process:
-  """The process that claims a workdir.
+class Owner:
+  """The process that claims a workdir, as its claim says.
 
   Attributes:
     host: its name, for messages.
@@ -308,12 +276,40 @@ class Process:
     ticks: when it started, in clock ticks since boot; 0 if unknown.
     machine: the boot and the PID namespace in which pid and ticks are valid; "" if unknown.
       Containers on one machine have different namespaces.
+    since: when it has claimed the workdir; "" if unknown.
+    lease_seconds: for how long it owns the workdir without a heartbeat.
   """
 
-  host: str
-  pid: int
-  ticks: int
-  machine: str
+  host: str = "an unknown host"
+  pid: int = 0
+  ticks: int = 0
+  machine: str = ""
+  since: str = ""
+  lease_seconds: float = 0.0
+
+  @classmethod
+  def parse(cls, text: str, lease_seconds: float) -> "Owner":
+    """Reads another run's claim, which need not be well-formed: what is not is unknown.
+
+    Args:
+      text: of the claim.
+      lease_seconds: the least; used if it has no valid one.
+    """
+    try:
+      said = files.parse_json(text)
+    except ValueError:
+      said = None
+    said = said if isinstance(said, dict) else {}
+    valid = {
+      field.name: said[field.name]
+      for field in dataclasses.fields(cls)
+      if type(said.get(field.name)) is field.type
+      or (field.type is float and type(said.get(field.name)) is int)
+    }
+    lease = valid.get("lease_seconds", 0.0)
+    if not lease_seconds < lease <= _LONGEST_LEASE_SECONDS:
+      lease = lease_seconds
+    return cls(**{**valid, "lease_seconds": lease})
 
   def ended(self) -> bool:
     """Returns whether it has certainly ended, which is known only on the same machine."""
@@ -324,10 +320,17 @@ class Process:
     ticks = _ticks(self.pid)
     return ticks != self.ticks and (ticks != 0 or not _exists(self.pid))
 
+  def __str__(self) -> str:
+    """Returns a description for messages."""
+    since = f", since {self.since}" if self.since else ""
+    return printable(f"process {self.pid} on {self.host}{since}", newlines=False, longest=300)
 
-def this_process() -> Process:
-  """Returns the current process."""
-  return Process(socket.gethostname(), os.getpid(), _ticks(os.getpid()), _machine())
+
+def this_process(lease_seconds: float = 0.0) -> Owner:
+  """Returns the current process as the owner of a workdir from now on."""
+  since = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+  pid = os.getpid()
+  return Owner(socket.gethostname(), pid, _ticks(pid), _machine(), since, lease_seconds)
 
 
 def _machine() -> str:
@@ -360,44 +363,6 @@ def _exists(pid: int) -> bool:
   except OSError:
     return True
   return True
-
-
-@dataclasses.dataclass(frozen=True)
-class Owner:
-  """The content of another run's claim, which need not be well-formed."""
-
-  process: Process
-  since: str
-  lease_seconds: float
-
-  @classmethod
-  def parse(cls, text: str, lease_seconds: float) -> "Owner":
-    """Reads a claim; `lease_seconds` is used if it has no valid one."""
-    try:
-      said = json.loads(text)
-    except (ValueError, RecursionError):
-      said = {}
-    said = said if isinstance(said, dict) else {}
-
-    def field(name: str, kind: type, otherwise: Any) -> Any:
-      value = said.get(name)
-      return value if isinstance(value, kind) and not isinstance(value, bool) else otherwise
-
-    process = Process(
-      field("host", str, "an unknown host"),
-      field("pid", int, 0),
-      field("ticks", int, 0),
-      field("machine", str, ""),
-    )
-    lease = field("lease_seconds", (int, float), 0)
-    lease = max(lease, lease_seconds) if 0 < lease <= _LONGEST_LEASE_SECONDS else lease_seconds
-    return cls(process, field("since", str, ""), lease)
-
-  def __str__(self) -> str:
-    """Returns a description for messages."""
-    since = f", since {self.since}" if self.since else ""
-    text = f"process {self.process.pid} on {self.process.host}{since}"
-    return printable(text, newlines=False, longest=300)
 
 
 class Ownership:
@@ -549,22 +514,24 @@ def acquire(
     OwnedError: the workdir belongs to another run.
     OSError: the workdir cannot be read or written.
   """
-  me = _claim(lease_seconds, processes)
+  claim = {**dataclasses.asdict(this_process(lease_seconds)), "processes": processes}
+  claim["secret"] = secrets.token_hex(16)  # no other claim has the same text
+  me = json.dumps(claim, indent=2) + "\n"
   began = since = clock()
   seen: tuple[int, str] | None = None
   told = False
   while True:
     number = max(claims.numbers(), default=0)
-    beat = claims.read_beat(number) if number else None
-    owner = Owner.parse(claims.read(number), lease_seconds) if number else None
+    beat, stamp = claims.read_beat(number) if number else (RELEASED, "")
+    owner = Owner.parse(claims.read(number), lease_seconds) if number else Owner()
     moved = False
-    if beat is not None and (number, beat.stamp) != seen:
+    if (number, stamp) != seen:
       moved = seen is not None and seen[0] == number
-      seen, since = (number, beat.stamp), clock()
+      seen, since = (number, stamp), clock()
     if number >= LAST:
       raise OwnedError(f"{workdir}/{FOLDER}: {number} is not a run's number; remove that file")
-    ended = beat is None or beat.text.startswith(RELEASED) or owner.process.ended()
-    expired = beat is not None and clock() - since > owner.lease_seconds
+    ended = beat.startswith(RELEASED) or owner.ended()
+    expired = clock() - since > owner.lease_seconds
     if ended or expired:
       if claims.create(number + 1, me):
         taken = Ownership(
@@ -575,7 +542,7 @@ def acquire(
           return taken
         claims.remove(taken.number)  # of a number that was used long ago
       continue
-    patience = ending_seconds if beat.text.startswith(STOPPING) else wait_seconds
+    patience = ending_seconds if beat.startswith(STOPPING) else wait_seconds
     # At a heartbeat: an owner that was alive when the wait began may have died since.
     if moved and clock() - began >= patience:
       raise OwnedError(
@@ -590,16 +557,3 @@ def acquire(
         f"{owner.lease_seconds:g} s if it sends no heartbeat"
       )
     sleep(min(1.0, lease_seconds / BEATS_PER_LEASE / 2))
-
-
-def _claim(lease_seconds: float, processes: int) -> str:
-  """Returns the content of this run's claim."""
-  now = datetime.datetime.now().astimezone()
-  said = {
-    **dataclasses.asdict(this_process()),
-    "since": now.isoformat(sep=" ", timespec="seconds"),
-    "processes": processes,
-    "lease_seconds": lease_seconds,
-    "secret": secrets.token_hex(16),  # no other claim has the same text
-  }
-  return json.dumps(said, indent=2) + "\n"

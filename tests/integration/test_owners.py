@@ -59,7 +59,7 @@ def test_a_second_start_is_refused_by_name_and_readers_are_not(main, tmp_path):
   code, out, err = main(*command, *QUICK)  # whose heart beats no longer, though it is alive
   assert code == 0, (out, err)
   assert claims.numbers() == [3]
-  assert claims.read_beat(3).text == "released"
+  assert claims.read_beat(3)[0] == "released"
 
 
 def files_but_beats(folder):

@@ -40,5 +40,5 @@ def test_a_zombie_is_dead():
   ticks = workdir_lease._ticks(child.pid)
   os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
   assert ticks
-  assert workdir_lease.Process("here", child.pid, ticks, this_process().machine).ended()
+  assert workdir_lease.Owner("here", child.pid, ticks, this_process().machine).ended()
   child.wait()

@@ -205,7 +205,7 @@ def test_of_two_starts_that_find_no_owner_one_gets_the_workdir(claims):
 
 def test_a_dead_process_of_this_machine_is_replaced_at_once(claims):
   dead = subprocess.Popen([sys.executable, "-c", ""])
-  process = workdir_lease.Process("here", dead.pid, 1, this_process().machine)
+  process = workdir_lease.Owner("here", dead.pid, 1, this_process().machine)
   dead.wait()
   elsewhere(claims, **dataclasses.asdict(process))
   clock = Clock()
@@ -263,8 +263,8 @@ def test_a_run_that_was_replaced_may_write_no_more(claims):
     owner.renew()
   assert len(lost) == 1
   owner.end()
-  assert claims.read_beat(1).text == "running 1000"  # nor is anything released
-  assert not claims.read_beat(2).text.startswith("released")
+  assert claims.read_beat(1)[0] == "running 1000"  # nor is anything released
+  assert not claims.read_beat(2)[0].startswith("released")
   assert clock.now == 1000.0
 
 
@@ -282,7 +282,7 @@ def test_after_the_release_nothing_is_written(claims):
   with pytest.raises(LostError, match="has released"):
     owner.require()
   owner.renew()
-  assert claims.read_beat(1).text == "released"
+  assert claims.read_beat(1)[0] == "released"
 
 
 def test_a_refused_run_leaves_a_workdir_as_it_was(claims):
@@ -293,7 +293,7 @@ def test_a_refused_run_leaves_a_workdir_as_it_was(claims):
   assert second.number == 2
   second.end()
   assert claims.numbers() == [1]
-  assert claims.read_beat(1).text == "released"
+  assert claims.read_beat(1)[0] == "released"
 
 
 def test_a_refused_run_removes_the_folders_that_it_has_made(tmp_path):
@@ -307,9 +307,9 @@ def test_the_heart_beats_in_a_thread_and_says_when_the_run_is_stopping(claims):
   owner = start(claims, lease_seconds=0.06)
   seen = claims.read_beat(1)
   owner.watch(stopping.is_set, lambda text: found.set())
-  until(lambda: claims.read_beat(1).stamp != seen.stamp)
+  until(lambda: claims.read_beat(1)[1] != seen[1])
   stopping.set()
-  until(lambda: claims.read_beat(1).text.startswith("stopping"))
+  until(lambda: claims.read_beat(1)[0].startswith("stopping"))
   elsewhere(claims, number=2)
   assert found.wait(20)
 
@@ -329,7 +329,7 @@ def test_a_beat_is_read_although_it_was_written_within_one_tick_of_the_clock(cla
   stamps = set()
   for count in range(50):
     claims.write_beat(1, f"running {count}")
-    stamps.add(claims.read_beat(1).stamp)
+    stamps.add(claims.read_beat(1)[1])
   assert len(stamps) == 50
 
 
