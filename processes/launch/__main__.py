@@ -15,8 +15,8 @@ started, {"codes": [...], "killed": [...]} when they have ended: exit codes (128
 and the indices of those that the launcher ended.
 
 Exit codes: 0 all ended well; that of the process that failed first, and 128 + n where signal n
-killed it; 75 stopped after saving; 128 + n asked to stop by signal n and killed; 2 bad usage; 1 the
-machine has no memory or process ids left now.
+killed it; 75 stopped after saving; 128 + n asked to stop by signal n and killed; 2 bad usage, or
+more processes than the machine holds; 1 it has no memory, process ids or files left now.
 """
 
 import signal
@@ -416,111 +416,38 @@ def _consequence(process: Process) -> int:
 
 # ------------------------------ how many fit on the machine ------------------------------
 
-# Of the smallest training run on simulated devices, as measured with jax 0.10.2: 158 MB that no
-# other process shares, 117 threads. A start that needs more than the machine has of these fails in
-# ways that are hard to read; one that needs less may still be too large.
-PROCESS_MIB, PROCESS_THREADS = 150, 100
-# With this many per core, a working process cannot be distinguished from a dead one.
-PROCESSES_PER_CORE = 32
-# Of the launcher: two pipes of each process, and its own.
+# Of the smallest training run on simulated devices, as measured with jax 0.10.2: memory that no
+# other process shares. With more than so many per core, a working process cannot be distinguished
+# from a dead one. Of the launcher's own: two pipes of each process, and some more.
+PROCESS_MIB, PROCESSES_PER_CORE = 150, 32
 PROCESS_FILES, OWN_FILES = 2, 64
-_MANY = 2**62
 
 
-@dataclasses.dataclass(frozen=True)
-class Machine:
-  """What this machine has for processes, within the limits of its container.
+def make_room(count: int) -> str:
+  """Raises the limit of open files for so many processes.
 
-  Attributes:
-    free_mib, total_mib: memory.
-    free_tasks, total_tasks: processes and threads.
-    cores: that this process may use.
-    files: that the launcher may open.
+  Returns:
+    Why this machine cannot hold so many, with the numbers; "" if it can.
   """
-
-  free_mib: int
-  total_mib: int
-  free_tasks: int
-  total_tasks: int
-  cores: int
-  files: int
-
-  @classmethod
-  def this(cls) -> "Machine":
-    """Returns this machine."""
-    memory = psutil.virtual_memory()
-    total = min(memory.total, *_group_limits("memory.max", "memory.limit_in_bytes"))
-    kernel = [_number(f"/proc/sys/kernel/{name}") for name in ("pid_max", "threads-max")]
-    own = [_limit(resource.RLIMIT_NPROC)[0]] if os.geteuid() else []  # root has no such limit
-    tasks = min(*kernel, *_group_limits("pids.max"), *own)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return cls(
-      free_mib=min(memory.available, total) >> 20,
-      total_mib=total >> 20,
-      free_tasks=tasks - len(psutil.pids()),
-      total_tasks=tasks,
-      cores=cores or 1,
-      files=_limit(resource.RLIMIT_NOFILE)[1],
-    )
-
-  def lacks(self, count: int) -> tuple[str, int]:
-    """Returns what it lacks for this many processes, and the exit code that follows.
-
-    The text has the numbers; it is "" for nothing. The code is FAILED where the machine would have
-    enough if nothing else ran on it.
-    """
-    cores, files = self.cores * PROCESSES_PER_CORE, (self.files - OWN_FILES) // PROCESS_FILES
-    bounds = {  # text -> how many fit now, and how many if nothing else ran
-      f"{self.free_mib} MiB of memory are available, about {PROCESS_MIB} are needed for each": (
-        self.free_mib // PROCESS_MIB,
-        self.total_mib // PROCESS_MIB,
-      ),
-      f"{self.cores} cores, at most {PROCESSES_PER_CORE} processes for each": (cores, cores),
-      f"{self.free_tasks} more process ids may be taken, about {PROCESS_THREADS} by each "
-      f"(RLIMIT_NPROC, pids.max, pid_max)": (
-        self.free_tasks // PROCESS_THREADS,
-        self.total_tasks // PROCESS_THREADS,
-      ),
-      f"{self.files} files may be open, {PROCESS_FILES} for each and {OWN_FILES} others "
-      f"(RLIMIT_NOFILE)": (files, files),
-    }
-    why = [text for text, (now, _) in bounds.items() if now < count]
-    if not why:
-      return "", DONE
-    now, ever = (max(1, min(numbers)) for numbers in zip(*bounds.values(), strict=True))
-    text = (
-      f"--processes={count}: this machine fits about {now}: {'; '.join(why)}; start fewer, or on "
-      f"several machines"
-    )
-    return text, FAILED if count <= ever else REFUSED
-
-
-def _limit(which: int) -> tuple[int, int]:
-  """Returns the soft and the hard limit of this process; a large number for none."""
-  soft, hard = resource.getrlimit(which)
-  return tuple(_MANY if one == resource.RLIM_INFINITY else one for one in (soft, hard))
-
-
-def _group_limits(*names: str) -> list[int]:
-  """Returns the limits of the control group, of either version."""
-  root = pathlib.Path("/sys/fs/cgroup")
-  return [_number(root / each / name) for name in names for each in ("", "memory", "pids")]
-
-
-def _number(path: str | pathlib.Path) -> int:
-  """Returns the number in a file; a large one where there is no file, or no limit."""
-  try:
-    return int(pathlib.Path(path).read_text())
-  except (OSError, ValueError):
-    return _MANY
-
-
-def raise_open_files(count: int) -> None:
-  """Raises the limit of open files as far as this many processes need."""
+  memory = psutil.virtual_memory().total >> 20
+  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  needed = PROCESS_FILES * count + OWN_FILES
+  files, needed = max(soft, hard), PROCESS_FILES * count + OWN_FILES
+  most = {
+    f"{memory} MiB of memory, about {PROCESS_MIB} for each": memory // PROCESS_MIB,
+    f"{cores} cores, at most {PROCESSES_PER_CORE} processes for each": cores * PROCESSES_PER_CORE,
+  }
+  if resource.RLIM_INFINITY not in (soft, hard):
+    text = f"{files} files may be open, {PROCESS_FILES} for each and {OWN_FILES} others"
+    most[f"{text} (RLIMIT_NOFILE)"] = (files - OWN_FILES) // PROCESS_FILES
+  if why := [text for text, fits in most.items() if fits < count]:
+    return (
+      f"--processes={count}: this machine fits about {max(1, min(most.values()))}: "
+      f"{'; '.join(why)}; start fewer, or on several machines"
+    )
   if soft != resource.RLIM_INFINITY and soft < needed:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+  return ""
 
 
 # ------------------------------ the command ------------------------------
@@ -549,12 +476,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.error("no command; write it after the options: -- python main.py --config=...")
   if shutil.which(options.command[0]) is None:
     parser.error(f"{options.command[0]}: no such command")
-  text, code = Machine.this().lacks(options.processes)
-  if code == FAILED:
-    parser.exit(code, f"launch: error: {text}\n")
-  if text:
+  if text := make_room(options.processes):
     parser.error(text)
-  raise_open_files(options.processes)
   return options
 
 
