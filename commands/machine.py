@@ -173,8 +173,8 @@ def check_network() -> Iterator[Finding]:
     )
     return
   try:
-    for one in listening.listen(address) if index == 0 else ():
-      one.close()
+    if index == 0:
+      listening.listen(address).close()
   except OSError as error:
     yield wrong(
       f"{coordination.ADDRESS}={address}: the port cannot be used: {os.strerror(error.errno)}",

@@ -22,25 +22,31 @@ def split(address: str) -> tuple[str, int]:
   return host.strip("[]"), int(port)
 
 
-def addresses(host: str) -> list[str]:
-  """Returns the IP addresses at which process 0 listens; [] for all of the machine's.
+def bind_address(address: str) -> str | None:
+  """Returns the host:port at which process 0 listens, and JAX's coordination service after it.
 
-  `localhost` and literal addresses are used as given. Many systems resolve a machine's own name to
-  a loopback address (127.0.1.1 on Debian), which other machines cannot reach: such addresses are
-  omitted. If none is left, or they are not this machine's (address translation), process 0 has to
-  listen at all of them.
+  Args:
+    address: the coordinator's host:port.
+
+  Returns:
+    None for all addresses of the machine: where the name stands for several of its own or for none
+    (address translation). Many systems resolve a machine's own name to a loopback address
+    (127.0.1.1 on Debian), which other machines cannot reach: only `localhost` and literal addresses
+    are listened for there.
   """
-  try:
-    literal = ipaddress.ip_address(host)
-  except ValueError:
-    found = _resolved(host)
-    if host != "localhost":
-      found = [ip for ip in found if not ipaddress.ip_address(ip.partition("%")[0]).is_loopback]
-  else:
-    if literal.is_unspecified:
-      return []
-    found = [host]
-  return [ip for ip in found if _is_own(ip)]
+  if given := os.environ.get(BIND_VARIABLE):
+    return given
+  host, port = split(address)
+  own = [
+    ip for ip in _resolved(host) if _is_own(ip) and not ipaddress.ip_address(ip).is_unspecified
+  ]
+  if host == "localhost":
+    own = own[:1]
+  elif host not in own:
+    own = [ip for ip in own if not ipaddress.ip_address(ip).is_loopback]
+  if len(own) != 1:
+    return None
+  return f"[{own[0]}]:{port}" if ":" in own[0] else f"{own[0]}:{port}"
 
 
 def _resolved(host: str) -> list[str]:
@@ -63,48 +69,22 @@ def _family(ip: str) -> socket.AddressFamily:
   return socket.AF_INET6 if ":" in ip else socket.AF_INET
 
 
-def bind_address(address: str) -> str | None:
-  """Returns where JAX's coordination service should listen; None for its default, everywhere.
-
-  Args:
-    address: the coordinator's host:port.
-  """
-  if os.environ.get(BIND_VARIABLE):
-    return None  # JAX reads it
-  host, port = split(address)
-  found = addresses(host)
-  if len(found) > 1 and set(found) == set(_resolved(host)):
-    return address  # gRPC listens at all addresses of the name
-  return (f"[{found[0]}]" if ":" in found[0] else found[0]) + f":{port}" if found else None
-
-
-def listen(address: str) -> list[socket.socket]:
-  """Returns sockets that listen at the coordinator's address.
+def listen(address: str) -> socket.socket:
+  """Returns a socket that listens at the coordinator's address.
 
   Raises:
     OSError: the port is in use.
   """
-  host, port = split(address)
-  if given := os.environ.get(BIND_VARIABLE):
-    host = split(given)[0]
-  sockets = []
-  try:
-    for ip in addresses(host):
-      sockets.append(socket.create_server((ip, port), family=_family(ip), backlog=BACKLOG))
-    if not sockets:
-      both = {"family": socket.AF_INET6, "dualstack_ipv6": True}
-      sockets.append(
-        socket.create_server(
-          ("", port), backlog=BACKLOG, **(both if socket.has_dualstack_ipv6() else {})
-        )
-      )
-  except OSError:
-    for one in sockets:
-      one.close()
-    raise
-  for one in sockets:
-    one.setblocking(False)
-  return sockets
+  host, port = split(bind_address(address) or f"[::]:{split(address)[1]}")
+  if host == "::" and socket.has_dualstack_ipv6():
+    how = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+  elif host == "::":
+    host, how = "", {}
+  else:
+    how = {"family": _family(host)}
+  found = socket.create_server((host, port), backlog=BACKLOG, **how)
+  found.setblocking(False)
+  return found
 
 
 def free_port() -> int:

@@ -150,7 +150,7 @@ def _take(
   """Runs the rendezvous as process 0; returns the token and the answer that all get."""
   full = listening.room_for(hello["count"])
   try:
-    listeners = listening.listen(address)
+    listener = listening.listen(address)
   except OSError as error:
     port, why = listening.split(address)[1], os.strerror(error.errno)
     text = f"process 0 cannot listen on port {port} of its host ({why}"
@@ -161,12 +161,9 @@ def _take(
       f"{text} by {listening.holder(port)}); a run that is about to end frees it, and the same "
       f"command then starts; otherwise end what holds it, or give all processes another {other}"
     ) from error
-  try:  # the port first: only its owner publishes a token for this address
-    with token.shown() as key:
-      return key, asyncio.run(_RollCall(address, hello, key, wait, full).take(listeners))
-  finally:
-    for listener in listeners:
-      listener.close()
+  # The port first: only its owner publishes a token for this address.
+  with listener, token.shown() as key:
+    return key, asyncio.run(_RollCall(address, hello, key, wait, full).take(listener))
 
 
 class _RollCall:
@@ -189,18 +186,18 @@ class _RollCall:
     if self._error:
       self._deadline = min(self._deadline, time.monotonic() + _OWN_ERROR_SECONDS)
 
-  async def take(self, listeners: Sequence[socket.socket]) -> dict[str, Any]:
+  async def take(self, listener: socket.socket) -> dict[str, Any]:
     """Returns the answer that was sent to all: `error` ("" for none) and its `kind`."""
-    limits = {"limit": tokens.LINE_BYTES, "backlog": listening.BACKLOG}
-    servers = [await asyncio.start_server(self._serve, sock=one, **limits) for one in listeners]
+    server = await asyncio.start_server(
+      self._serve, sock=listener, limit=tokens.LINE_BYTES, backlog=listening.BACKLOG
+    )
     while self._is_waited_for() and time.monotonic() < self._deadline:
       await self._wait_for_change()
       if not self._error and self._wait.is_due():
         self._wait.say(self._waiting())
     if not self._error and len(self._there) < self._count:
       self._kind, self._error = MISSING, self._missing()
-    for server in servers:
-      server.close()
+    server.close()
     run = "" if self._error else secrets.token_hex(16)
     for writer in self._members.keys() - self._answered.keys():
       self._answer(writer, run)

@@ -121,7 +121,7 @@ class Watchdog:
     if error is not None and not isinstance(error, SystemExit):
       self.tell("failed", f"{kind.__name__}: {error}")
     self._closed.set()
-    self._progress.close()
+    self._progress.measure(None)
     self._disconnect()
     self._thread.join()
     self.stop.__exit__(kind, error, trace)
@@ -391,7 +391,7 @@ def _stacks() -> None:
 class _Progress:
   """Detects whether a long operation makes progress: compares successive results of a measure.
 
-  In a separate daemon thread that nothing waits for, since reading a disk that hangs does not
+  Each measure has a daemon thread that nothing waits for, since reading a disk that hangs does not
   return. Failures are ignored: files disappear while they are counted.
   """
 
@@ -399,37 +399,23 @@ class _Progress:
     """Measures nothing yet."""
     self._measure: Measure | None = None
     self._moved = 0.0
-    self._wanted, self._closed = threading.Event(), False
-    self._thread: threading.Thread | None = None
 
   def measure(self, measure: Measure | None) -> None:
-    """Sets what is measured from now on; None for nothing."""
+    """Sets what is measured from now on; None for nothing, which also ends the thread."""
     self._moved, self._measure = 0.0, measure
-    if measure is None:
-      self._wanted.clear()
-      return
-    self._wanted.set()
-    if self._thread is None:
-      self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
-      self._thread.start()
+    if measure is not None:
+      threading.Thread(target=self._run, args=[measure], name="progress", daemon=True).start()
 
   def since(self, began: float) -> float:
     """Returns when the last progress was seen, and not before `began`; by the monotonic clock."""
     return max(began, self._moved)
 
-  def close(self) -> None:
-    """Lets the thread end, without waiting for it."""
-    self._closed = True
-    self._wanted.set()
-
-  def _run(self) -> None:
-    before: tuple[Measure | None, Hashable] = (None, None)
-    while self._wanted.wait() and not self._closed:
-      measure = self._measure
+  def _run(self, measure: Measure) -> None:
+    before = None
+    while self._measure is measure:
       with contextlib.suppress(OSError):
-        if measure is not None:
-          found = (measure, measure())
-          if found[0] == before[0] and found != before and measure == self._measure:
-            self._moved = time.monotonic()
-          before = found
+        found = (measure(),)
+        if before not in (None, found) and self._measure is measure:
+          self._moved = time.monotonic()
+        before = found
       time.sleep(_PROGRESS_SECONDS)

@@ -1,19 +1,19 @@
 """Provenance of a checkpoint besides its config: a digest of the code and the library versions."""
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import pathlib
 import platform
 import sys
 from collections.abc import Iterable
 from typing import Any
 
-from runtime import extensions
+from runtime import extensions, files
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # What determines the numbers of a run: its parameters, its batches, its steps. A folder counts with
@@ -167,32 +167,28 @@ class _Programs:
     self._path = bytecode.with_name(f"programs.{sys.implementation.cache_tag}.json")
     self._own = pathlib.Path(__file__).read_bytes()
     self._known: dict[str, str] | None = None  # digest of a source -> hexadecimal of `program`
-    self._is_changed = False
+    self._read = 0  # how many of them were in the file
 
   def digest(self, source: bytes) -> bytes:
     """Returns what `program` returns."""
     if self._known is None:
-      try:
-        self._known = dict(json.loads(self._path.read_bytes()))
-      except (OSError, ValueError, TypeError):  # none yet, or damaged
-        self._known = {}
+      self._known = {}
+      with contextlib.suppress(OSError, ValueError, TypeError):  # there is none yet, or damaged
+        self._known = dict(files.read_json(self._path))
+      self._read = len(self._known)
     key = hashlib.sha256(self._own + source).hexdigest()
     if key not in self._known:
-      self._known[key], self._is_changed = program(source).hex(), True
+      self._known[key] = program(source).hex()
     return bytes.fromhex(self._known[key])
 
   def save(self) -> None:
     """Writes what is new; a folder that cannot be written to is left as it is."""
-    if self._is_changed and not sys.dont_write_bytecode:
-      self._is_changed = False
-      part = self._path.with_suffix(f".{os.getpid()}")
+    if self._known and len(self._known) > self._read and not sys.dont_write_bytecode:
+      self._read = len(self._known)
       newest = dict([*self._known.items()][-_MOST_PROGRAMS:])
-      try:
+      with contextlib.suppress(OSError):
         self._path.parent.mkdir(exist_ok=True)
-        part.write_text(json.dumps(newest))
-        part.replace(self._path)
-      except OSError:
-        part.unlink(missing_ok=True)
+        files.replace(self._path, json.dumps(newest), shared=True)
 
 
 _PROGRAMS = _Programs()
