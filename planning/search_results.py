@@ -6,7 +6,7 @@ Without JAX: the process that asks for a search does not import it.
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from planning import search_space
@@ -81,19 +81,23 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-  """What the compiler, or a short run, says about a setting.
+  """What the compiler, a short run, or a formula says about a setting: a row of the table.
 
   Attributes:
     estimate: the setting and what it takes by formula.
     bytes: per device, at the peak; 0 if it failed.
     seconds: of a step; None if it does not fit, or failed.
     failed: why; "" if it did not.
+    given: whether it is the config as it is.
+    front: whether no other one takes both less memory and less time.
   """
 
   estimate: Estimate
   bytes: int
   seconds: float | None
   failed: str = ""
+  given: bool = False
+  front: bool = False
 
   @property
   def seconds_per_token(self) -> float:
@@ -246,34 +250,6 @@ LISTED = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-  """A setting in the table.
-
-  Attributes:
-    estimate: by formula.
-    bytes: per device, at the peak.
-    seconds: of a step; None if it does not fit, or failed.
-    source: of both: `COMPILER`, `FORMULA` or `RUN`.
-    failed: why there are none; "" if there are.
-    given: whether it is the config as it is.
-    front: whether no other one takes both less memory and less time.
-  """
-
-  estimate: Estimate
-  bytes: int
-  seconds: float | None
-  source: str
-  failed: str = ""
-  given: bool = False
-  front: bool = False
-
-  @property
-  def seconds_per_token(self) -> float:
-    """Returns the measure by which settings are compared; it must fit."""
-    return self.seconds / self.estimate.tokens
-
-
-@dataclasses.dataclass(frozen=True)
 class Found:
   """A search on one topology.
 
@@ -321,53 +297,52 @@ class Found:
     return self.best is not None
 
   @property
-  def best(self) -> Row | None:
+  def best(self) -> Tried | None:
     """Returns the fastest setting that fits."""
     return next((row for row in self.rows if row.seconds is not None), None)
 
   @property
-  def as_given(self) -> Row | None:
+  def as_given(self) -> Tried | None:
     """Returns the config's own setting; None if it is not for these devices."""
     return next((row for row in self.rows if row.given), None)
 
   @property
-  def rows(self) -> list[Row]:
+  def rows(self) -> list[Tried]:
     """Returns what was tried, the fastest first, then what failed; or the fastest by formula."""
-    rows = list(self._rows())
+    rows = self.tried if self.source != FORMULA else self._by_formula()
     fit = [row for row in rows if row.seconds is not None]
     ahead = {fit[i].estimate.key for i in pareto_front((r.bytes, r.seconds_per_token) for r in fit)}
-    rows = [dataclasses.replace(row, front=row.estimate.key in ahead) for row in rows]
+    rows = [
+      dataclasses.replace(row, given=key == self.given, front=key in ahead)
+      for row in rows
+      for key in [row.estimate.key]
+    ]
     return sorted(
       rows,
       key=lambda row: (row.seconds is None, row.seconds and row.seconds_per_token, row.bytes),
     )
 
-  def _rows(self) -> Iterator[Row]:
-    if self.source != FORMULA:
-      for one in self.tried:
-        given = one.estimate.key == self.given
-        yield Row(one.estimate, one.bytes, one.seconds, self.source, one.failed, given)
-      return
+  def _by_formula(self) -> list[Tried]:
+    """Returns the fastest settings, those of the Pareto front, and the config as given."""
     fit = [one for one in self.estimates if one.fits(self.limit)]
     fit.sort(key=lambda one: (one.seconds_per_token, one.bytes))
     ahead = pareto_front([(one.bytes, one.seconds_per_token) for one in fit])
-    listed = {one.key for one in [*fit[:LISTED], *(fit[i] for i in ahead)]}
-    for one in self.estimates:
-      if one.key in listed:
-        yield Row(one, one.bytes, one.seconds, FORMULA, given=one.key == self.given)
-      elif one.key == self.given:
-        seconds = one.seconds if one.fits(self.limit) else None
-        yield Row(one, one.bytes, seconds, FORMULA, given=True)
+    listed = {one.key for one in [*fit[:LISTED], *(fit[i] for i in ahead)]} | {self.given}
+    return [
+      Tried(one, one.bytes, one.seconds if one.fits(self.limit) else None)
+      for one in self.estimates
+      if one.key in listed
+    ]
 
-  def rate(self, row: Row) -> float:
+  def rate(self, row: Tried) -> float:
     """Returns the tokens per second and device."""
     return 1 / row.seconds_per_token / self.devices
 
-  def hours(self, row: Row) -> float:
+  def hours(self, row: Tried) -> float:
     """Returns the hours that the budget takes."""
     return self.budget * row.seconds_per_token / 3600
 
-  def cost(self, row: Row) -> float | None:
+  def cost(self, row: Tried) -> float | None:
     """Returns what the budget costs; None without a price."""
     return self.hours(row) * self.chips * self.price if self.price else None
 
@@ -396,7 +371,7 @@ class Found:
       ],
     }
 
-  def _row_as_json(self, row: Row) -> dict[str, Any]:
+  def _row_as_json(self, row: Tried) -> dict[str, Any]:
     fits = row.seconds is not None
     return {
       "overrides": search_space.text(row.estimate.setting),
@@ -409,7 +384,7 @@ class Found:
       "tokens_per_second_per_device": self.rate(row) if fits else None,
       "hours": self.hours(row) if fits else None,
       "cost": self.cost(row) if fits else None,
-      "source": row.source,
+      "source": self.source,
       "failed": row.failed,
       "as_given": row.given,
       "pareto": row.front,

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from partitioning.rules import size_text
 from planning import search_space
-from planning.search_results import COMPILER, FORMULA, RUN, Found, Row, Tried
-from reports import charts
+from planning.search_results import COMPILER, FORMULA, RUN, Found, Tried
+from reports import charts, grid
 from reports.drawings import plain
 from reports.html import render
 from reports.layout_text import plain_table
@@ -60,12 +60,12 @@ def _of_topology(found: Found) -> Iterator[str]:
     yield f"  {place}: {overrides(row)}"
 
 
-def listed(found: Found) -> dict[int, Row]:
+def listed(found: Found) -> dict[int, Tried]:
   """Returns the settings of the table by their places on the page, which has all of them.
 
   One that saves neither 1 % of the time nor of the memory of a row is left out.
   """
-  rows: dict[int, Row] = {}
+  rows: dict[int, Tried] = {}
   for place, row in enumerate(found.rows, start=1):
     alike = row.seconds is not None and any(
       row.seconds_per_token <= (1 + ALIKE) * one.seconds_per_token
@@ -112,7 +112,7 @@ def verdict(found: Found) -> str:
   return f"{line}; {factor:.2f} times as fast as the config as given ({step_text(given.seconds)})"
 
 
-def describe(row: Row) -> str:
+def describe(row: Tried) -> str:
   """Returns the mesh and what else a setting says."""
   one = row.estimate
   texts = [one.mesh_text, f"rematerialization {one.rematerialization}"]
@@ -121,7 +121,7 @@ def describe(row: Row) -> str:
   return ", ".join([*texts, *others(row)])
 
 
-def others(row: Row) -> list[str]:
+def others(row: Tried) -> list[str]:
   """Returns the overrides of a setting besides mesh, rematerialization and microbatches."""
   counts = (search_space.MICROBATCHES, search_space.OF_A_PIPELINE)
   known = (search_space.REMATERIALIZATION, *counts)
@@ -129,13 +129,13 @@ def others(row: Row) -> list[str]:
   return [f"{k}={v}" for k, v in pairs if k not in known and not k.startswith("mesh.")]
 
 
-def settings(row: Row, *, short: bool = False) -> str:
+def settings(row: Tried, *, short: bool = False) -> str:
   """Returns what a setting has besides mesh and microbatches; `short`: keys without sections."""
   others_of = [one.partition(".")[2] if short else one for one in others(row)]
   return ", ".join([row.estimate.rematerialization, *others_of])
 
 
-def numbers(found: Found, row: Row) -> str:
+def numbers(found: Found, row: Tried) -> str:
   """Returns time, speed and memory of a setting that fits."""
   texts = [
     f"{step_text(row.seconds)} per step",
@@ -154,7 +154,7 @@ def columns(found: Found) -> list[str]:
   return [*titles, *more]
 
 
-def cells(found: Found, place: int, row: Row) -> list[str]:
+def cells(found: Found, place: int, row: Tried) -> list[str]:
   """Returns a row of the table; `place` counts from 1."""
   mark = "*" if row.front else " "
   one, fits = row.estimate, row.seconds is not None
@@ -175,7 +175,7 @@ def step_text(seconds: float) -> str:
   return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else units.seconds(seconds)
 
 
-def _table(found: Found, rows: Mapping[int, Row]) -> Table:
+def _table(found: Found, rows: Mapping[int, Tried]) -> Table:
   """Returns the table, without the column of microbatches where there is one in all rows."""
   table, single = plain_table(), all(row.estimate.microbatches == 1 for row in rows.values())
   left_out = columns(found).index("microbatches") if single else -1
@@ -188,7 +188,7 @@ def _table(found: Found, rows: Mapping[int, Row]) -> Table:
   return table
 
 
-def overrides(row: Row) -> str:
+def overrides(row: Tried) -> str:
   """Returns overrides to copy, or that there are none; and why a setting failed."""
   text = search_space.text(row.estimate.setting) or "none: the config as given"
   return f"{text} (failed: {row.failed})" if row.failed else text
@@ -210,14 +210,13 @@ def nearest(found: Found) -> list[str]:
 
 def tried_line(count: int, one: Tried, source: str) -> str:
   """Returns what was found of a setting, as it is found."""
-  row = Row(one.estimate, one.bytes, one.seconds, source, one.failed)
   if one.failed:
     result = f"failed: {one.failed}"
   elif one.seconds is None:
     result = f"does not fit, {size_text(one.bytes)}"
   else:
     result = f"{step_text(one.seconds)} per step, {size_text(one.bytes)}"
-  return f"{count} by {source}: {describe(row)}: {result}"
+  return f"{count} by {source}: {describe(one)}: {result}"
 
 
 def summary(found: Sequence[Found], command: str) -> list[str]:
@@ -327,7 +326,7 @@ def picture(found: Found, name: str = "search") -> Markup:
     figure.draw_without_rendering()
     for number, some in _labels(axes.transData.transform(bold).tolist()):
       offset = {"xytext": (7, 4), "textcoords": "offset points"}
-      axes.annotate(numbers_text(some), bold[number], **offset)
+      axes.annotate(_label(some), bold[number], **offset)
   label = f"memory and time of a step on {found.topology}"
   return charts.for_page(figure, label, name, titles)
 
@@ -339,7 +338,7 @@ def _labels(places: Sequence[tuple[float, float]]) -> list[tuple[int, list[int]]
     x, y = places[number]
     for first, some in found:
       left, up = places[first]
-      if abs(y - up) < LINE and x - left < LETTER * (1 + len(numbers_text(some))):
+      if abs(y - up) < LINE and x - left < LETTER * (1 + len(_label(some))):
         some.append(number + 1)
         break
     else:
@@ -347,12 +346,6 @@ def _labels(places: Sequence[tuple[float, float]]) -> list[tuple[int, list[int]]
   return found
 
 
-def numbers_text(some: Sequence[int]) -> str:
-  """Returns `1-3,7` of 1, 2, 3 and 7, in any order."""
-  runs: list[list[int]] = []
-  for number in sorted(some):
-    if runs and runs[-1][-1] == number - 1:
-      runs[-1].append(number)
-    else:
-      runs.append([number])
-  return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+def _label(some: Sequence[int]) -> str:
+  """Returns `1-3, 7` of 1, 2, 3 and 7, in any order."""
+  return grid.numbers_text(some)[0]

@@ -139,7 +139,6 @@ def test_the_page_has_verdict_picture_table_and_overrides():
 
 
 def test_labels_that_would_overlap_are_one():
-  assert search_report.numbers_text([7, 2, 1, 3]) == "1-3,7"
   near = [estimate(1.0 + n / 1000, 36, **{"mesh.fsdp": n}) for n in range(3)]
   far = estimate(1.3, 10, **{"mesh.fsdp": 9})
   tried = [Tried(one, one.bytes, one.seconds) for one in [*near, far]]
