@@ -100,7 +100,6 @@ def test_the_best_by_formula_are_compiled_and_the_compilers_best_wins(
   assert configs[0].mesh == config.mesh  # the config as given
   assert found.source == "compiler"
   assert found.as_given.seconds == 2.0
-  assert {row.source for row in found.rows} == {"compiler"}
   assert capsys.readouterr().out.count(" by compiler: ") == len(configs)
   none = search_process.of_topology(asked(config, compilations=0, axes=AXES), "h100:8")
   assert none.source == "formula"
