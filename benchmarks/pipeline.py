@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
   jobs |= {name: decoder(**stages, **keys) for name, keys in SCHEDULES.items()}
   programs = {name: one.compile_train_step().function for name, one in jobs.items()}
   predicted = {
-    name: prediction.of_program(programs[name], one.mesh, "cpu").step_seconds[1]
+    name: prediction.of_program(programs[name], one.mesh, "cpu")["step_seconds"][1]
     for name, one in jobs.items()
   }
   takes = {name: stepper(one, programs[name]) for name, one in jobs.items()}

@@ -5,7 +5,6 @@ would have lost, and by another process, `python -m reports.run_page`, so that i
 neither imports nor Python's lock. Only process 0 writes.
 """
 
-import dataclasses
 import os
 import pathlib
 import socket
@@ -96,8 +95,7 @@ class RunReport(Observer):
 
     platform, constants = self._job.devices.platform, self._job.config.planning.constants
     try:
-      found = prediction.of_program(program, self._job.mesh, platform, constants)
-      predicted = dataclasses.asdict(found)
+      predicted = prediction.of_program(program, self._job.mesh, platform, constants)
     except Exception as error:  # of whatever hardware; a run does not depend on it
       predicted = {"missing": str(error)}
     self._history.add(

@@ -114,35 +114,19 @@ def accuracy_of_memory() -> str:
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-  """The predicted time of a step, and the memory that the compiler has allocated for it.
-
-  Attributes:
-    topology: name of the devices' topology.
-    step_seconds: low, expected, high.
-    sent: what the collectives cost, per mesh axes and kind.
-    peak_bytes: of a device, by the compiler.
-    limit_bytes: the memory of a device, by its data sheet.
-    accuracy: how accurate times of this platform are known to be.
-  """
-
-  topology: str
-  step_seconds: tuple[float, float, float]
-  sent: tuple[dict[str, Any], ...]
-  peak_bytes: int
-  limit_bytes: int
-  accuracy: str
-
-
-def of_program(program: Any, mesh: Mesh, platform: str, constants: str = "") -> Prediction:
-  """Returns the prediction for a compiled step.
+def of_program(program: Any, mesh: Mesh, platform: str, constants: str = "") -> dict[str, Any]:
+  """Returns the prediction for a compiled step, as JSON has it.
 
   Args:
     program: the step, a `jax.stages.Compiled`.
     mesh: that it is compiled for.
     platform: of its devices.
     constants: `planning.constants`.
+
+  Returns:
+    The name of the devices' topology; seconds of a step (low, expected, high); the sums of its
+    collectives; bytes of a device that the compiler has allocated, and that it has by its data
+    sheet; how accurate times of this platform are known to be.
 
   Raises:
     ValueError: no constants are known for the devices.
@@ -154,11 +138,11 @@ def of_program(program: Any, mesh: Mesh, platform: str, constants: str = "") -> 
   times = step_time.times(hlo.parse(text), collectives(text, mesh), where, topology.chip, rates)
   name = f"{topology.platform.upper()}, compiled"
   peak, _ = aot.memory_of(program, platform)
-  return Prediction(
-    topology.name,
-    range_of(times.step, name, rates.spread),
-    tuple(step_time.by_axes(times.sent)),
-    peak,
-    int(topology.chip.hbm_bytes),
-    accuracy_of_times(name),
-  )
+  return {
+    "topology": topology.name,
+    "step_seconds": range_of(times.step, name, rates.spread),
+    "sent": step_time.by_axes(times.sent),
+    "peak_bytes": peak,
+    "limit_bytes": int(topology.chip.hbm_bytes),
+    "accuracy": accuracy_of_times(name),
+  }

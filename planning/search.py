@@ -348,17 +348,7 @@ def nearest(formulas: Formulas, setting: Setting, scale: float) -> list[tuple[Se
   """
   target = formulas.target.changed(setting)
   given = suggestions.overrides_that_fit(target, target.job(), scale)
-  found = []
-  for one in given.fitting:
-    pairs = [word.lstrip("-").partition("=") for word in one.overrides.split()]
-    more = {
-      key.removeprefix("config."): int(value) if value.isdigit() else value
-      for key, _, value in pairs
-      if key != "topology"
-    }
-    topology = next((value for key, _, value in pairs if key == "topology"), "")
-    found.append((more, topology, one.bytes))
-  return found
+  return [(one.changed, one.topology, one.bytes) for one in given.fitting]
 
 
 def refusals(used: Mapping[str, Estimate]) -> dict[str, int]:

@@ -28,10 +28,17 @@ _MARGIN = 0.95  # of a device's memory: the formulas are approximate
 
 @dataclasses.dataclass(frozen=True)
 class Suggestion:
-  """Overrides to copy, and the bytes per device that the formulas give for them."""
+  """Changes of a config, another topology ("": the same), and the bytes per device by formula."""
 
-  overrides: str
+  changed: dict[str, Any]
+  topology: str
   bytes: int
+
+  @property
+  def overrides(self) -> str:
+    """Returns flags to copy."""
+    more = [f"--topology={self.topology}"] if self.topology else []
+    return " ".join([*more, *(f"--config.{key}={value}" for key, value in self.changed.items())])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +74,8 @@ def overrides_that_fit(target: Target, ready: Job, scale: float) -> Advice:
     needed = _needed(dataclasses.replace(target, topology=where).changed(changed))
     if needed is None:
       continue
-    more = [] if where is target.topology else [f"--topology={where.name}"]
-    text = " ".join([*more, *(f"--config.{k}={v}" for k, v in changed.items())])
-    one = Suggestion(text, round(needed * scale))
+    name = "" if where is target.topology else where.name
+    one = Suggestion(changed, name, round(needed * scale))
     (fitting if one.bytes <= _MARGIN * where.chip.hbm_bytes else others).append(one)
   smallest = None if fitting else min(others, key=lambda one: one.bytes, default=None)
   return Advice(tuple(fitting), tried, smallest)

@@ -10,9 +10,8 @@ import jax
 # use by simulated ones in the same process; its public name was removed (jax#24865).
 import jax.extend
 from rich.console import Console, Group
+from rich.markdown import Markdown
 from rich.padding import Padding
-from rich.syntax import Syntax
-from rich.table import Table
 from rich.text import Text
 
 from reports import drawings
@@ -27,7 +26,7 @@ from reports.tour import (
   random_numbers,
   vmap_to_mesh,
 )
-from reports.tour.scene import DEVICES, Scene, Shown
+from reports.tour.scene import DEVICES, Shown
 from runtime import devices
 from runtime.suggest import nearest
 
@@ -89,9 +88,10 @@ def show(shown: Mapping[str, Any], *, console: Console | None = None) -> None:
     console.print()
     console.rule(Text(f"{name}: {module.TITLE}", style="bold"), align="left")
     console.print()
-    console.print(prose(module.OPENING))
+    console.print(markdown(module.OPENING))
     for number, scene in enumerate(module.SCENES, start=1):
-      console.print(heading(number, scene))
+      console.print(Text(f"\n{number}. {scene.title}\n", style="bold"))
+      console.print(markdown(scene.markdown))
       console.print(outcome(scene.play(), width=console.width))
 
 
@@ -106,53 +106,18 @@ def main(chapter: str | None = None, *, simulate: bool = False) -> None:
   show(shown)
 
 
-def heading(number: int, scene: Scene) -> Group:
-  """Returns what is printed before a scene runs: its title, what it does, its code."""
-  return Group(
-    Text(f"\n{number}. {scene.title}\n", style="bold"),
-    prose(scene.about),
-    Text(),
-    Padding(Syntax(scene.source, "python", theme="ansi_dark", background_color="default"), (0, 2)),
-  )
-
-
 def outcome(shown: Shown, *, width: int) -> Group:
   """Returns what is printed after a scene has run: pictures, text, and what to notice."""
   parts = []
   for picture in shown.pictures:
     drawn = drawings.terminal(picture, width=width - 2 * INDENT)
     parts += [Text(), Padding(drawn, (0, INDENT))]
-  if shown.text:
-    parts += [Text(), Padding(Text(shown.text), (0, 2 * INDENT))]
-  parts += [Text("\n  Notice", style="bold")]
-  parts += [_bullet(finding) for finding in (*shown.findings, *shown.measured)]
-  return Group(*parts)
+  return Group(*parts, Text(), markdown(shown.markdown(shown.measured)))
 
 
-def prose(text: str) -> Group:
-  """Returns paragraphs of Markdown as text that the terminal wraps; bold and code keep a style."""
-  paragraphs = [" ".join(part.split()) for part in text.strip().split("\n\n")]
-  lines = []
-  for paragraph in paragraphs:
-    lines += [Text(), _marked(paragraph)] if lines else [_marked(paragraph)]
-  return Group(*lines)
-
-
-def _marked(paragraph: str) -> Text:
-  text = Text()
-  for number, part in enumerate(paragraph.split("`")):
-    if number % 2:
-      text.append(part, style="cyan")
-      continue
-    for inner, piece in enumerate(part.split("**")):
-      text.append(piece, style="bold" if inner % 2 else "")
-  return text
-
-
-def _bullet(finding: str) -> Padding:
-  row = Table.grid(padding=(0, 1))
-  row.add_row("-", Text(finding))
-  return Padding(row, (0, INDENT))
+def markdown(text: str) -> Markdown:
+  """Returns text that the terminal wraps, with its code in color."""
+  return Markdown(text, code_theme="ansi_dark", inline_code_lexer="python")
 
 
 def _console() -> Console:

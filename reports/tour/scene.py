@@ -41,6 +41,12 @@ class Shown:
   text: str = ""
   measured: list[str] = dataclasses.field(default_factory=list)
 
+  def markdown(self, measured: Sequence[str]) -> str:
+    """Returns what stands below the pictures; `measured` are the findings that come last."""
+    text = [f"```\n{self.text}\n```"] if self.text else []
+    findings = [wrapped(f"- {one}", indent="  ") for one in (*self.findings, *measured)]
+    return "\n\n".join([*text, "Notice:", "\n".join(findings)])
+
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
@@ -63,10 +69,11 @@ class Scene:
     return self.show(self.code())
 
   @property
-  def about(self) -> str:
-    """Returns the paragraphs of the docstring, each on one line."""
+  def markdown(self) -> str:
+    """Returns what stands above the pictures: what the docstring says, and the code."""
     paragraphs = inspect.getdoc(self.code).split("\n\n")
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    about = "\n\n".join(wrapped(" ".join(one.split())) for one in paragraphs)
+    return f"{about}\n\n```python\n{self.source}\n```"
 
   @property
   def source(self) -> str:
@@ -84,6 +91,12 @@ def _without_docstring(function: Callable) -> str:
     if not lines[first.lineno - 1].strip():
       del lines[first.lineno - 1]
   return "\n".join(lines)
+
+
+def wrapped(paragraph: str, indent: str = "") -> str:
+  """Returns a paragraph in lines as long as this project's; no word is broken."""
+  whole = {"break_on_hyphens": False, "break_long_words": False}
+  return "\n".join(textwrap.wrap(paragraph, 100, subsequent_indent=indent, **whole))
 
 
 def mesh_of(**sizes: int) -> Mesh:

@@ -1,7 +1,6 @@
 """Writes docs/tour.md and its pictures: `python -m reports.tour.write`."""
 
 import pathlib
-import textwrap
 from collections.abc import Iterable
 
 from reports import drawings as pictures
@@ -53,19 +52,9 @@ def _scene(stem: str, scene: Scene) -> tuple[str, dict[str, str]]:
     file = f"{stem}-{number}.svg"
     drawings[f"{FOLDER}/{file}"] = pictures.svg(drawing)
     images.append(f"![{drawing.title}]({pathlib.Path(FOLDER).name}/{file})")
-  about = "\n\n".join(_wrapped(paragraph) for paragraph in scene.about.split("\n\n"))
-  parts = [about, f"```python\n{scene.source}\n```"]
-  parts += ["\n".join(images)] if images else []
-  parts += [f"```\n{shown.text}\n```"] if shown.text else []
-  findings = [_wrapped(f"- {finding}", indent="  ") for finding in shown.findings]
-  findings += ["- Times: shown when you run it."] if shown.measured else []
-  return "\n\n".join([*parts, "Notice:", "\n".join(findings)]), drawings
-
-
-def _wrapped(paragraph: str, indent: str = "") -> str:
-  """Returns a paragraph in lines as long as this project's; no word is broken."""
-  whole = {"break_on_hyphens": False, "break_long_words": False}
-  return "\n".join(textwrap.wrap(paragraph, 100, subsequent_indent=indent, **whole))
+  parts = [scene.markdown, *(["\n".join(images)] if images else [])]
+  times = ["Times: shown when you run it."] if shown.measured else []
+  return "\n\n".join([*parts, shown.markdown(times)]), drawings
 
 
 def anchor(title: str) -> str:

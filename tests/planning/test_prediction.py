@@ -16,19 +16,19 @@ def test_it_is_what_a_plan_says(monkeypatch):
   here = aot.Here(tuple(jax.devices()))
   monkeypatch.setattr(aot, "prepare", lambda *arguments: job)
   expected = plan.make(job.config, "cpu:8", here=here)
-  assert found.topology == "cpu:8"
-  assert found.step_seconds == pytest.approx(expected.step_seconds, rel=1e-9)
-  assert found.peak_bytes == expected.peak_bytes
-  assert found.limit_bytes == int(expected.topology.chip.hbm_bytes)
-  assert found.accuracy == expected.accuracy["times"]
+  assert found["topology"] == "cpu:8"
+  assert found["step_seconds"] == pytest.approx(expected.step_seconds, rel=1e-9)
+  assert found["peak_bytes"] == expected.peak_bytes
+  assert found["limit_bytes"] == int(expected.topology.chip.hbm_bytes)
+  assert found["accuracy"] == expected.accuracy["times"]
   sums = {}
   for one in expected.sent:
     key = ("+".join(one.axes), one.kind)
     seconds, size, runs = sums.get(key, (0, 0, 0))
     sums[key] = (seconds + one.seconds, size + one.bytes, runs + one.runs)
   assert {axis for axis, _ in sums} >= {"data", "tensor"}
-  assert {(one["axis"], one["kind"]) for one in found.sent} == {*sums}
-  for one in found.sent:
+  assert {(one["axis"], one["kind"]) for one in found["sent"]} == {*sums}
+  for one in found["sent"]:
     sent = (one["seconds"], one["bytes"], one["runs"])
     assert sent == pytest.approx(sums[one["axis"], one["kind"]])
 

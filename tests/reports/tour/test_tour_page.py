@@ -83,10 +83,10 @@ def test_the_terminal_shows_title_code_picture_and_findings():
     "vmap_to_mesh: From vmap to a mesh",
     "jax.vmap makes it a function of a batch",
     "2. The same over devices",
-    '  def batch_over_devices(spec=("data", None)):',
+    ' def batch_over_devices(spec=("data", None)):',
     "over data (8 x 2)",
     "Notice",
-    "- No communication: there is no collective in the compiled program.",
+    "No communication: there is no collective in the compiled program.",
   ):
     assert part in text
   assert "Collectives" not in text
@@ -97,7 +97,7 @@ def test_times_are_shown_in_the_terminal():
   [shown] = [s for n, s in SCENES.items() if n == "network-2"]
   console = Console(file=out, width=run.WIDTH)
   console.print(run.outcome(shown.play(), width=run.WIDTH))
-  assert re.search(r"- dp4_tp2: [\d.]+ ms a step, at best\.", out.getvalue())
+  assert re.search(r"dp4_tp2: [\d.]+ ms a step, at best\.", out.getvalue())
 
 
 def test_an_unknown_chapter_is_refused_with_the_nearest():
