@@ -14,11 +14,17 @@ from jax.sharding import NamedSharding
 from partitioning import rules
 from partitioning.constraints import Constraint
 from partitioning.mesh_sizes import mesh_text
-from partitioning.rules import Placement, bytes_per_device, shape_text, size_text, spec_text
+from partitioning.rules import Placement, bytes_per_device, shape_text, size_text
 from reports import drawings, pipeline_picture
 from reports.grid import Sheet
 from reports.html import memory_bar, render
-from reports.layout_text import CHOICES, matrix_lines, of_layers
+from reports.layout_text import (
+  activation_rows,
+  matrix_lines,
+  named_rows,
+  of_layers,
+  sharding_texts,
+)
 from runtime import chips, collectives
 from training import named_activations
 from training.setup import Job
@@ -75,19 +81,10 @@ class Side:
     return [*sections["parameters"].values(), *sections["optimizer"].values()]
 
   @property
-  def activations(self) -> list[dict[str, Any]]:
-    """Returns the constrained activations, in the order of the forward pass."""
-    return [
-      {
-        "letters": c.letters,
-        "dims": ", ".join(self.dims(c.letters)),
-        "shape": shape_text(c.shape),
-        "spec": spec_text(c.spec, len(c.shape)),
-        "notes": "; ".join(c.notes),
-        "sheet": self.drawing(c, c.letters),
-      }
-      for c in self.job.activations.seen
-    ]
+  def activations(self) -> list[tuple[list[str], Sheet]]:
+    """Returns the row and the drawing of each constrained activation, in order."""
+    drawn = [self.drawing(one, one.letters) for one in self.job.activations.seen]
+    return [*zip(activation_rows(self.job), drawn, strict=True)]
 
   @property
   def rematerialization(self) -> str:
@@ -95,25 +92,9 @@ class Side:
     return self.job.config.training.rematerialization
 
   @property
-  def named(self) -> list[dict[str, str]]:
-    """Returns the named activations of a layer, what they take, and what happens to them."""
-    return [
-      {
-        "name": one.name,
-        "dims": ", ".join(self.dims(one.letters)),
-        "shape": shape_text(one.shape),
-        "spec": spec_text(one.spec, len(one.shape)),
-        "size": size_text(one.bytes),
-        "choice": one.choice,
-      }
-      for one in named_activations.of_job(self.job)
-    ]
-
-  @property
-  def named_sums(self) -> list[tuple[str, str]]:
-    """Returns what is saved, offloaded and recomputed."""
-    sums = named_activations.sums(named_activations.of_job(self.job))
-    return [(CHOICES[choice], size_text(size)) for choice, size in sums.items()]
+  def named(self) -> tuple[list[list[str]], list[tuple[str, str]]]:
+    """Returns `layout_text.named_rows`."""
+    return named_rows(named_activations.of_job(self.job))
 
   @property
   def of_layers(self) -> str:
@@ -155,7 +136,6 @@ def html(
     command=command,
     sides=sides,
     verdict=verdict(sides),
-    remarks=remarks(sides),
     bars=_bars(sides),
     totals=_totals(sides),
     platform=job.devices.platform,
@@ -225,27 +205,6 @@ def _limit(side: Side) -> float | None:
   """Returns the memory of a device by its data sheet; None where that is unknown, as of CPUs."""
   chip = chips.known(side.job.mesh.devices.flat[0])
   return chip.hbm_bytes if chip else None
-
-
-def remarks(sides: Sequence[Side]) -> list[str]:
-  """Returns notes: bytes replicated on every device, and how two layouts differ."""
-  texts = []
-  for side in sides:
-    count, total = side.job.mesh.size, sum(bytes_per_device(p, side.sizes) for p in side.held)
-    same = rules.replicated_bytes(side.held, side.sizes)
-    text = f"Parameters and optimizer state take {size_text(total)} per device"
-    if count > 1:
-      share = f"{size_text(same)} of it ({100 * same / max(total, 1):.0f} %) is replicated on all "
-      text += f"; {share}{count} devices" if same else "; none of it is replicated on every device"
-      whole = sum(math.prod(p.shape) * np.dtype(p.dtype).itemsize for p in side.held)
-      times = f"{count * total / max(whole, 1):.3g}"
-      stored = "once" if times == "1" else f"{times} times on average"
-      text += f". The {count} devices store each byte {stored}"
-    texts.append(f"{side.title}: {text}." if len(sides) > 1 else f"{text}.")
-  if len(sides) == 2:
-    count, differ = _differing(sides)
-    texts.append(f"{differ} of {count} arrays are sharded differently.")
-  return texts
 
 
 # ------------------------------ arrays ------------------------------
@@ -329,15 +288,10 @@ def _group(name: str) -> str:
 
 
 def _sharding(placement: Placement | None, side: Side) -> list[str]:
-  """Returns spec, shard, bytes per device, replicas."""
+  """Returns the texts of an array, or that it is not there."""
   if placement is None:
     return ["not there", "", "", ""]
-  return [
-    spec_text(placement.spec, len(placement.shape)),
-    shape_text(rules.shard_shape(placement.shape, placement.spec, side.sizes)),
-    size_text(bytes_per_device(placement, side.sizes)),
-    str(rules.copies(placement, side.sizes)),
-  ]
+  return sharding_texts(placement, side.sizes)
 
 
 # ------------------------------ sums, collectives ------------------------------

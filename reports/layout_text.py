@@ -76,14 +76,21 @@ def table_text(sections: Mapping[str, Sequence[Placement]], sizes: Mapping[str, 
         str(np.dtype(p.dtype)),
         p.letters or "-",
         p.rule,
-        spec_text(p.spec, len(p.shape)),
-        shape_text(shard_shape(p.shape, p.spec, sizes)),
-        size_text(bytes_per_device(p, sizes)),
-        str(copies(p, sizes)),
+        *sharding_texts(p, sizes),
       )
     table.add_section()
   notes = [f"note: {p.name}: {note}" for ps in sections.values() for p in ps for note in p.notes]
   return "\n".join([drawings.plain(table), *notes])
+
+
+def sharding_texts(placement: Placement, sizes: Mapping[str, int]) -> list[str]:
+  """Returns spec, shard, bytes per device, replicas."""
+  return [
+    spec_text(placement.spec, len(placement.shape)),
+    shape_text(shard_shape(placement.shape, placement.spec, sizes)),
+    size_text(bytes_per_device(placement, sizes)),
+    str(copies(placement, sizes)),
+  ]
 
 
 def against_text(
@@ -149,10 +156,8 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     if ways := ways_text(every, job.mesh):
       lines += ["the devices that hold each block, a drawing per sharding:", "", ways, ""]
     lines.append("activations, in the order of the forward pass:")
-    for c in job.activations.seen:
-      notes = "".join(f"  note: {note}" for note in c.notes)
-      spec = spec_text(c.spec, len(c.shape))
-      lines.append(f"  {c.letters:<5} {shape_text(c.shape):<20} {spec}{notes}")
+    for letters, shape, spec, notes in activation_rows(job):
+      lines.append(f"  {letters:<5} {shape:<20} {spec}{notes and '  note: '}{notes}")
     lines.append("")
     if named := named_activations.of_job(job):
       choice, layers = job.config.training.rematerialization, of_layers(job.program.pipeline)
@@ -229,18 +234,38 @@ def derived_lines(choices: Iterable[Any]) -> list[str]:
   return [f"derived: {', '.join(shown)}"] if shown else []
 
 
+def activation_rows(job: Job) -> list[list[str]]:
+  """Returns letters, shape, spec and notes of the constrained activations, in order."""
+  return [
+    [c.letters, shape_text(c.shape), spec_text(c.spec, len(c.shape)), "; ".join(c.notes)]
+    for c in job.activations.seen
+  ]
+
+
+def named_rows(named: Sequence[Named]) -> tuple[list[list[str]], list[tuple[str, str]]]:
+  """Returns the named activations of a layer, and the bytes of what is saved or not."""
+  rows = [
+    [
+      *(one.name, one.letters, shape_text(one.shape), spec_text(one.spec, len(one.shape))),
+      *(size_text(one.bytes), one.choice),
+    ]
+    for one in named
+  ]
+  sums = named_activations.sums(named).items()
+  return rows, [(CHOICES[choice], size_text(size)) for choice, size in sums]
+
+
 def named_text(named: Sequence[Named], rematerialization: str, layers: str) -> str:
   """Returns the table of named activations: bytes of `layers`, and what happens to them."""
   table = plain_table("activation of a layer", "dims", "shape", "spec")
   table.add_column(f"bytes/device, {layers}", justify="right")
   table.add_column(f"rematerialization={rematerialization}", no_wrap=True)
-  for one in named:
-    spec = spec_text(one.spec, len(one.shape))
-    texts = one.name, one.letters, shape_text(one.shape), spec, size_text(one.bytes), one.choice
-    table.add_row(*texts)
+  rows, sums = named_rows(named)
+  for row in rows:
+    table.add_row(*row)
   table.add_section()
-  for choice, size in named_activations.sums(named).items():
-    table.add_row(CHOICES[choice], "", "", "", size_text(size), "", style="bold")
+  for text, size in sums:
+    table.add_row(text, "", "", "", size, "", style="bold")
   return drawings.plain(table)
 
 

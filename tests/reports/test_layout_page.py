@@ -173,13 +173,10 @@ def test_the_costs_are_the_collectives_of_the_compiled_step(job, text):
 
 
 def test_activations_are_listed_and_drawn(job, text):
-  rows = [row for row in Reader(text).rows if len(row) == 5]
+  rows = [row[:3] for row in Reader(text).rows if len(row) == 4]
   for c in job.activations.seen:
-    assert [
-      c.letters,
-      rules.shape_text(c.shape),
-      rules.spec_text(c.spec, len(c.shape)),
-    ] in [[row[0], row[2], row[3]] for row in rows]
+    spec = rules.spec_text(c.spec, len(c.shape))
+    assert [c.letters, rules.shape_text(c.shape), spec] in rows
 
 
 def test_named_activations_have_their_bytes_and_their_choice(job, text):
@@ -227,23 +224,14 @@ def test_an_axis_along_which_nothing_is_sent_is_named(job, monkeypatch):
 # ---- Two layouts ----
 
 
-def test_what_is_remarkable_is_said_first(two):
-  said = "".join(Reader(two).said)
-  jobs = [make_job(strategy, "mlp") for strategy in ("dp8", "dp4_tp2")]
-  sides = [layout_page.Side(*one) for one in zip(("dp8", "dp4_tp2"), jobs, strict=True)]
-  ours, theirs, differ = layout_page.remarks(sides)
-  held = (rules.bytes_per_device(p, sides[0].sizes) for p in sides[0].held)
-  total = rules.size_text(sum(held))
-  assert ours == (
-    f"dp8: Parameters and optimizer state take {total} per device; {total} of it (100 %) is "
-    "replicated on all 8 devices. The 8 devices store each byte 8 times on average."
-  )
-  assert 4 < float(theirs.split()[-4]) < 8  # kernels 4 times, the rest 8 times
-  arrays = [row for row in Reader(two).rows if len(row) == 11 and row[0] != "array"]
+def test_how_much_two_layouts_differ_is_said_first(two):
+  read = Reader(two)
+  side = layout_page.Side("dp8", make_job("dp8", "mlp"))
+  total = rules.size_text(sum(rules.bytes_per_device(p, side.sizes) for p in side.held))
+  arrays = [row for row in read.rows if len(row) == 11 and row[0] != "array"]
   marked = sum(row[0].startswith("≠") for row in arrays)
-  assert differ == f"{marked} of {len(arrays)} arrays are sharded differently."
-  assert all(text in said for text in (ours, theirs, differ))
-  share = differ.removesuffix(" arrays are sharded differently.")
+  share = f"{marked} of {len(arrays)}"
+  said = "".join(read.said)
   assert f"dp8 and dp4_tp2 shard {share} arrays differently: {total} and " in said
 
 
