@@ -20,10 +20,11 @@ from absl import logging
 from etils import epath
 
 from input_pipeline import store
-from runtime import files
+from runtime import files, forms
 
 _RECORDS_PER_READ = 512
 _NEWS_SECONDS = 15.0
+_FORM = forms.Needs({"stamp": forms.TEXT, "records": [forms.COUNT], "why": forms.TEXT})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,27 +55,24 @@ def find(prepared: store.Prepared, name: str, sharing: Sharing) -> tuple[list[in
     The numbers of the records, ascending, and what is wrong with the first.
   """
   path, stamp = _list_path(prepared), _stamp(prepared.documents.shards)
-  known = _load(path, stamp, prepared.documents.records)
-  # If each process has a copy, records that one has found since the last check are in its own list.
-  mine = known or {"records": [], "why": "", "suspects": []}
-  reports = sharing.gather({"checked": known is not None and not mine["suspects"], **mine})
+  known = _load(path, prepared.documents.records)
+  reports = sharing.gather({**known, "checked": known["stamp"] == stamp})
   checked = all(each["checked"] for each in reports)
   if not checked:
-    reports = sharing.gather(_read_share(prepared.documents, mine["suspects"], name, sharing))
+    # If each process has a copy, records that one has found since the last check are in its list.
+    reports = sharing.gather(_read_share(prepared.documents, known["records"], name, sharing))
   records = sorted({number for each in reports for number in each["records"]})
   why = next((each["why"] for each in reports if records[:1] == each["records"][:1]), "")
   if not checked:
-    _keep(path, {"stamp": stamp, "records": records, "why": why, "suspects": []})
+    _keep(path, {"stamp": stamp, "records": records, "why": why})
   return records, why
 
 
 def suspect(prepared: store.Prepared, records: Iterable[int]) -> None:
   """Notes records that went bad after the check, so that the next start checks again."""
-  path, stamp = _list_path(prepared), _stamp(prepared.documents.shards)
-  known = _load(path, stamp, prepared.documents.records)
-  known = known or {"records": [], "why": "", "suspects": []}
-  suspects = sorted({*known["suspects"], *records})
-  _keep(path, {**known, "stamp": stamp, "suspects": suspects})
+  path = _list_path(prepared)
+  known = _load(path, prepared.documents.records)
+  _keep(path, {**known, "stamp": "", "records": sorted({*known["records"], *records})})
 
 
 def _read_share(
@@ -114,20 +112,16 @@ def _stamp(shards: Sequence[store.Shard]) -> str:
   return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _load(path: epath.Path, stamp: str, count: int) -> dict[str, Any] | None:
-  """Returns the findings of the last check; None if a file has changed or was never checked."""
+def _load(path: epath.Path, count: int) -> dict[str, Any]:
+  """Returns what the last check found of so many records; with the stamp "" if there was none."""
   try:
     kept = files.read_json(path, follow=True)
-    known = {key: kept[key] for key in ("records", "why", "suspects")}
-    if kept["stamp"] != stamp:
-      return None
-  except (OSError, ValueError, KeyError, TypeError):  # torn by a kill, or written by something else
-    return None
-  numbers = all(
-    isinstance(listed, list) and all(type(one) is int and 0 <= one < count for one in listed)
-    for listed in (known["records"], known["suspects"])
-  )
-  return known if numbers and isinstance(known["why"], str) else None
+    forms.check(kept, _FORM, str(path))
+    if all(number < count for number in kept["records"]):
+      return kept
+  except (OSError, ValueError):  # not there, torn by a kill, or written by something else
+    pass
+  return {"stamp": "", "records": [], "why": ""}
 
 
 def _keep(path: epath.Path, found: Mapping[str, Any]) -> None:

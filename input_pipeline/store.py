@@ -22,6 +22,7 @@ import secrets
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -310,6 +311,7 @@ _LISTED_BAD = 100  # bad records that shard.json lists; all are counted
 _OPTIONS = "group_size:1,uncompressed"
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 2**21  # that the tokenizer gets at once
 _LONGEST = 2**32 - 2  # bytes of a document
+_TICK_SECONDS = 0.1
 _LISTED = 5
 
 
@@ -323,7 +325,7 @@ class TooManyBadError(ValueError):
 
   def __init__(self, bad: list[tuple[str, str]], count: int):
     """Takes them."""
-    super().__init__(f"{count} bad records, the first: {bad[0][0]}: {bad[0][1]}")
+    super().__init__(bad, count)  # as pickle gives them back
     self.bad, self.count = bad, count
 
 
@@ -343,9 +345,9 @@ def token_type(ids: int) -> np.dtype:
 
 def write_error(path: pathlib.Path, error: RuntimeError) -> OSError:
   """Returns what ArrayRecord's writer raises where a disk is full as an OSError with its number."""
-  said = OSError(f"{path} cannot be written: {str(error).partition(';')[0]}")
-  said.errno = next((one for one in _FULL if os.strerror(one) in str(error)), None)
-  return said
+  text = f"{path} cannot be written: {str(error).partition(';')[0]}"
+  number = next((one for one in _FULL if os.strerror(one) in str(error)), None)
+  return OSError(number, text) if number else OSError(text)
 
 
 Place = Callable[[int], str]
@@ -381,19 +383,25 @@ class ShardWriter:
     bad_count: how many there are in all.
   """
 
-  def __init__(self, path: pathlib.Path, ids: int, limit: int | None = None):
-    """Begins the file `path` of tokens 0 to ids - 1; `limit` as of `write_shard`."""
-    self._path, self._limit = path, limit
+  def __init__(self, path: pathlib.Path, ids: int, limit: int | None, tick: Callable):
+    """Begins the file `path` of tokens 0 to ids - 1; the others as of `write_shard`."""
+    self._path, self._limit, self._tick, self._next_tick = path, limit, tick, 0.0
     with self._writing():
       self._writer = array_record_module.ArrayRecordWriter(str(path), _OPTIONS)
     self._type, self._digest = token_type(ids), hashlib.sha256()
     self._documents = bytearray()  # rows of DOCUMENT: a compressed file may have 100 million
     self._records, self._empty, self._largest, self._masked = 0, 0, 0, False
+    self._done = (0, 0, 0)
     self.bad: list[tuple[str, str]] = []
     self.bad_count = 0
 
   def add(
-    self, tokens: np.ndarray, size: int, hashed: int, trained: np.ndarray | None = None
+    self,
+    tokens: np.ndarray,
+    size: int,
+    hashed: int,
+    trained: np.ndarray | None = None,
+    read: int | None = None,
   ) -> None:
     """Adds a document.
 
@@ -402,6 +410,7 @@ class ShardWriter:
       size: bytes of its text, and one for its end.
       hashed: `content_hash` of it.
       trained: bool [L], which tokens are learned; None: all. In a shard all have one, or none.
+      read: bytes that are done with it, for the tick; None: `size`.
     """
     assert 0 < len(tokens) < 2**32 > size
     assert not self._documents or self._masked == (trained is not None)
@@ -418,6 +427,11 @@ class ShardWriter:
     self._largest = max(self._largest, int(tokens.max()))
     learned = len(tokens) if trained is None else int(np.count_nonzero(trained))
     self._documents += _DOCUMENT.pack(len(tokens), size, hashed, learned)
+    documents, all_tokens, done = self._done
+    self._done = (documents + 1, all_tokens + len(tokens), done + (read or size))
+    if time.monotonic() >= self._next_tick:
+      self._tick(*self._done)
+      self._next_tick = time.monotonic() + _TICK_SECONDS
 
   @contextlib.contextmanager
   def _writing(self) -> Iterator[None]:
@@ -443,6 +457,7 @@ class ShardWriter:
     """Closes the file; returns the index and what shard.json says of it."""
     with self._writing():
       self._writer.close()
+    self._tick(*self._done)
     index = np.frombuffer(self._documents, DOCUMENT)
     return index, {
       "documents": len(index),
@@ -464,6 +479,7 @@ def write_shard(
   facts: Mapping[str, Any],
   fill: Callable[[ShardWriter], Mapping[str, Any] | None],
   limit: int | None = None,
+  tick: Callable = no_tick,
 ) -> None:
   """Writes a shard beside `folder` and renames it, unless another process was first.
 
@@ -474,6 +490,8 @@ def write_shard(
     fill: adds the documents, and may return more for shard.json. What it raises ends the shard, of
       which nothing is left then.
     limit: data.max_bad_records; None: no limit.
+    tick: is called several times a second, with how many documents, tokens and bytes are done. What
+      it raises ends the shard.
 
   Raises:
     TooManyBadError: more than `limit` records are bad.
@@ -485,7 +503,7 @@ def write_shard(
   local = pathlib.Path(tempfile.mkdtemp()) if remote else pathlib.Path(partial)
   try:
     local.mkdir(exist_ok=remote)
-    writer = ShardWriter(local / TOKENS, ids, limit)
+    writer = ShardWriter(local / TOKENS, ids, limit, tick)
     facts = {**facts, **(fill(writer) or {})}
     index, counted = writer.finish()
     np.save(local / INDEX, index)
@@ -545,8 +563,7 @@ def write_documents(
     facts: what else shard.json says.
     limit: data.max_bad_records: with more, the shard is given up.
     keep_empty: whether a document without text is kept as its end alone; else it is left out.
-    tick: is called after each batch of documents, with how many documents, tokens and bytes the
-      batch had. What it raises ends the shard.
+    tick: as of `write_shard`.
 
   Raises:
     TooManyBadError: more than `limit` records are bad.
@@ -556,13 +573,10 @@ def write_documents(
   def fill(shard: ShardWriter) -> None:
     end = np.array([encoder.end], np.uint32)
     for texts in _batches(_good(read, shard, keep_empty)):
-      tokens = size = 0
       for text, ids in zip(texts, encoder.encode(texts), strict=True):
         shard.add(np.concatenate([ids, end]), len(text) + 1, content_hash(text))
-        tokens, size = tokens + len(ids) + 1, size + len(text)
-      tick(len(texts), tokens, size)
 
-  write_shard(folder, encoder.size, {"tokenizer": encoder.digest, **facts}, fill, limit)
+  write_shard(folder, encoder.size, {"tokenizer": encoder.digest, **facts}, fill, limit, tick)
 
 
 def _good(read: Iterable[Item], shard: ShardWriter, keep_empty: bool) -> Iterator[bytes]:
@@ -666,6 +680,6 @@ def writing_to(folder: epath.Path) -> Iterator[None]:
     yield
   except OSError as error:
     raise ValueError(
-      f"data cannot be prepared in {folder} ({error}); free some space or get the right to write "
-      f"there, or set data.data_dir to another folder. What is complete is kept"
+      f"data cannot be prepared in {folder} ({error.strerror or error}); free some space or get the"
+      f" right to write there, or set data.data_dir to another folder. What is complete is kept"
     ) from error

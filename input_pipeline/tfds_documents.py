@@ -85,12 +85,9 @@ def _fill(folder, builder, split, features, encoder, data, tick) -> None:
   name = f"data set {tfds.full_reference(builder)}, split {split}"
   examples = builder.info.splits[split].num_examples
   what = "images" if data.kind == "image" else "documents"
-  done = [0, 0]
 
-  def count(documents: int, tokens: int, size: int) -> None:
-    del size
-    done[:] = [done[0] + documents, done[1] + tokens]
-    tick(what, done[0], f"{done[0]:,} of {examples:,} {what}, {done[1]:,} tokens")
+  def count(documents: int, tokens: int, _: int) -> None:
+    tick(what, documents, f"{documents:,} of {examples:,} {what}, {tokens:,} tokens")
 
   with store.locked(folder):
     if store.is_there(folder):
@@ -138,12 +135,11 @@ def _write_images(
       content = image.tobytes() + np.int32(label).astype("<i4").tobytes()
       shard.add(np.frombuffer(content, np.uint8), len(content), store.content_hash(content))
       labels.append(int(label))
-      tick(1, len(content), len(content))
     if not labels:
       raise ValueError(f"{name} is empty: {shard.bad_count} images, none of which can be read")
     return {"shape": [*shape], "labels": [min(labels), max(labels)]}
 
-  store.write_shard(folder, encoder.size, {"tokenizer": encoder.digest, **facts}, fill, limit)
+  store.write_shard(folder, encoder.size, {"tokenizer": encoder.digest, **facts}, fill, limit, tick)
 
 
 def texts(

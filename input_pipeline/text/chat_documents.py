@@ -191,8 +191,6 @@ def pair_fields(length: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
 
 # ------------------------------ in the store ------------------------------
 
-_BATCH = 64  # conversations between two ticks
-
 
 @dataclasses.dataclass(frozen=True)
 class Example:
@@ -232,25 +230,19 @@ def write_conversations(
     facts: what else shard.json says.
     limit: data.max_bad_records: with more, the shard is given up.
     pairs: whether the records are preferences; then each document is a pair.
-    tick: as of `store.write_documents`, whose errors it raises too.
+    tick: as of `store.write_shard`, whose errors it raises too.
   """
 
   def fill(shard: store.ShardWriter) -> None:
-    counts = np.zeros(3, np.int64)
     for record in read:
-      why = record.why or _add(shard, record.value, encoder, template, counts, pairs)
-      if why:
+      if why := record.why or _add(shard, record.value, encoder, template, pairs):
         shard.add_bad(record, why)
-      if counts[0] == _BATCH:
-        tick(*counts.tolist())
-        counts[:] = 0
-    tick(*counts.tolist())
 
   about = {"tokenizer": encoder.digest, "chat_template": template.digest, **facts}
-  store.write_shard(folder, encoder.size, about, fill, limit)
+  store.write_shard(folder, encoder.size, about, fill, limit, tick)
 
 
-def _add(shard, record, encoder, template, counts: np.ndarray, pairs: bool) -> str:
+def _add(shard, record, encoder, template, pairs: bool) -> str:
   """Adds a record to the shard; returns why it is no conversation, "" where it is one."""
   try:
     parsed = parse_pair(record) if pairs else parse(record)
@@ -260,8 +252,7 @@ def _add(shard, record, encoder, template, counts: np.ndarray, pairs: bool) -> s
   if not len(found.tokens):
     return "the template writes nothing for it"
   hashed = store.content_hash(parsed.content())
-  shard.add(found.tokens, found.bytes, hashed, found.trained)
-  counts += (1, len(found.tokens), len(found.text.encode()))
+  shard.add(found.tokens, found.bytes, hashed, found.trained, len(found.text.encode()))
   return ""
 
 

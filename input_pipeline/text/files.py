@@ -92,8 +92,12 @@ class ChangedError(ValueError):
 
   def __init__(self, text: str, paths: Iterable[str]):
     """Takes the message and the paths."""
-    super().__init__(text)
-    self.paths = frozenset(paths)
+    super().__init__(text, frozenset(paths))  # as pickle gives them back
+    self.text, self.paths = self.args
+
+  def __str__(self) -> str:
+    """The message."""
+    return self.text
 
 
 # ------------------------------ finding ------------------------------

@@ -10,7 +10,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 import pickle
@@ -185,13 +184,7 @@ class _Progress:
 def _here(task, units, encoder, progress) -> None:
   """Writes the shards in this process."""
   for unit in units:
-    done = collections.Counter()
-
-    def tick(*more, unit=unit, done=done):
-      done.update(dict(enumerate(more)))
-      progress.at(unit.id, done[0], done[1], done[2])
-
-    worker.write_unit(task, unit, encoder, tick)
+    worker.write_unit(task, unit, encoder, functools.partial(progress.at, unit.id))
     progress.done(unit.id)
 
 
@@ -230,9 +223,9 @@ class _Worker:
       self._process.stdin.flush()
 
   def _listen(self, answers) -> None:
-    with contextlib.suppress(ValueError):  # cut off by a kill
-      for line in self._process.stdout:
-        answers.put((self.number, json.loads(line)))
+    with contextlib.suppress(EOFError, pickle.UnpicklingError):  # it has ended, or been killed
+      while True:
+        answers.put((self.number, pickle.load(self._process.stdout)))
     answers.put((self.number, None))
 
   def end(self) -> None:
@@ -247,17 +240,10 @@ class _Worker:
     code = self._process.wait()
     self._errors.seek(0)
     last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
-    how = f"signal {-code} ({_signal(-code)})" if code < 0 else f"exit code {code}"
+    names = {one.value: one.name for one in signal.Signals}  # real-time signals have none
+    how = f"signal {-code} ({names.get(-code, 'unknown')})" if code < 0 else f"exit code {code}"
     hint = "; the system does so where memory runs out" if code == -9 else ""
     return f"with {how}{hint}" + (f" ({last[0]})" if last else "")
-
-
-def _signal(number: int) -> str:
-  """Returns the name of a signal; real-time ones have none."""
-  try:
-    return signal.Signals(number).name
-  except ValueError:
-    return "unknown"
 
 
 def _in_processes(task, units, count, progress) -> None:
@@ -287,31 +273,16 @@ def _in_processes(task, units, count, progress) -> None:
           f"{one.unit.name}; run again: what is complete is kept. With "
           f"data.prepare_processes={max(1, count // 2)} less memory is needed"
         )
-      if so_far := answer.get("so_far"):
-        progress.at(one.unit.id, *so_far)
-      if "done" in answer:
-        progress.done(one.unit.id)
-        if left:
-          one.give(left.popleft())
-        else:
-          working -= 1
-      elif "error" in answer:
-        _raise(answer)
+      if isinstance(answer, Exception):
+        raise answer
+      if answer != worker.DONE:
+        progress.at(one.unit.id, *answer)
+        continue
+      progress.done(one.unit.id)
+      if left:
+        one.give(left.popleft())
+      else:
+        working -= 1
   finally:
     for one in workers:
       one.end()
-
-
-def _raise(answer: dict[str, Any]) -> None:
-  """Raises what has ended a worker process."""
-  if answer["error"] == "bad":
-    raise store.TooManyBadError([(where, why) for where, why in answer["bad"]], answer["count"])
-  if answer["error"] == "changed":
-    raise text_files.ChangedError(answer["text"], answer["paths"])
-  if answer["error"] == "system":
-    error = OSError(answer["text"])
-    error.errno = answer["number"]
-    raise error
-  if answer["error"] == "failed":
-    raise exit_codes.RetryableError(answer["text"])
-  raise ValueError(answer["text"])

@@ -1,19 +1,17 @@
 """Tokenizes a unit of the files into a shard; also as a process: `-m input_pipeline.text.worker`.
 
 The process reads pickled messages from standard input, a Task and then one unit after the other,
-and answers on standard output with a line of JSON each: how far it is, that a shard is complete, or
-why it cannot be written. It ends as soon as its standard input is closed, so also when the process
-that started it is killed.
+and answers so on standard output: the counts of the unit so far, DONE when its shard is complete,
+or the exception that has ended it. It ends as soon as its standard input is closed, so also when
+the process that started it is killed.
 """
 
 import dataclasses
-import json
 import os
 import pickle
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +21,7 @@ from input_pipeline import store
 from input_pipeline.text import documents, files, tokenizer
 from runtime import exit_codes
 
-_NEWS_SECONDS = 0.2
+DONE = "done"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,13 +78,13 @@ def write_unit(
 
 def main() -> None:
   """Answers to messages until standard input is closed."""
-  answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+  answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
   os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
   messages: queue.SimpleQueue = queue.SimpleQueue()
   threading.Thread(target=_listen, args=(messages,), daemon=True).start()
 
-  def answer(**values: Any) -> None:
-    answers.write(json.dumps(values) + "\n")
+  def answer(value: Any) -> None:
+    pickle.dump(value, answers)
     answers.flush()
 
   task = messages.get()
@@ -96,17 +94,13 @@ def main() -> None:
       raise ValueError(f"data.tokenizer={task.tokenizer} has changed while it was used")
     while True:
       unit = messages.get()
-      counts = [0, 0, 0]
-      write_unit(task, unit, encoder, _telling(answer, counts))
-      answer(done=unit.id, so_far=counts)
-  except store.TooManyBadError as error:
-    answer(error="bad", bad=error.bad, count=error.count)
-  except files.ChangedError as error:
-    answer(error="changed", text=str(error), paths=[*error.paths])
-  except OSError as error:
-    answer(error="system", text=str(error), number=error.errno)
-  except ValueError as error:
-    answer(error="failed" if exit_codes.retryable(error) else "refused", text=str(error))
+      write_unit(task, unit, encoder, lambda *counts: answer(counts))
+      answer(DONE)
+  except (OSError, store.TooManyBadError, files.ChangedError) as error:
+    answer(error)
+  except ValueError as error:  # its cause, which tells whether a retry may succeed, stays here
+    kind = exit_codes.RetryableError if exit_codes.retryable(error) else ValueError
+    answer(kind(str(error)))
 
 
 def _listen(messages: queue.SimpleQueue) -> None:
@@ -116,20 +110,6 @@ def _listen(messages: queue.SimpleQueue) -> None:
       messages.put(pickle.load(sys.stdin.buffer))
     except EOFError:
       os._exit(exit_codes.DONE)
-
-
-def _telling(answer: Callable, counts: list[int]) -> Callable[[int, int, int], None]:
-  """Returns the tick of a unit, which adds to `counts` and answers with them now and then."""
-  last = time.monotonic()
-
-  def tick(*more: int) -> None:
-    nonlocal last
-    counts[:] = [count + one for count, one in zip(counts, more, strict=True)]
-    if time.monotonic() - last > _NEWS_SECONDS:
-      last = time.monotonic()
-      answer(so_far=counts)
-
-  return tick
 
 
 if __name__ == "__main__":

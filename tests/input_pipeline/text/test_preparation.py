@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pathlib
+import pickle
 import signal
 import subprocess
 import sys
@@ -227,10 +228,10 @@ def test_what_a_worker_says_of_a_disk_decides_whether_a_retry_may_succeed(
   finally:
     os.dup2(stdout, 1)
     os.close(stdout)
-  answer = json.loads(answers.read_text())
+  answer = pickle.loads(answers.read_bytes())
   expected = pytest.raises((ValueError, exit_codes.RetryableError), match=os.strerror(number))
   with expected as error, store.writing_to(epath.Path(tmp_path)):
-    preparation._raise(answer)
+    raise answer
   assert exit_codes.retryable(error.value) == (number != errno.EACCES)
 
 
