@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from etils import epath, epy
 
-from input_pipeline.text import tokenizer_files
+from input_pipeline.text import tokenizer, tokenizer_files
 from input_pipeline.text.tokenizer_files import (
   CONFIG_FILE,
   GENERATION_FILE,
@@ -48,23 +48,30 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LISTED = ("additional_special_tokens", "extra_special_tokens")
 
 
-def load_json(path: epath.Path, companions: Mapping[str, epath.Path]) -> "JsonTokenizer":
-  """Returns the tokenizer of a tokenizer.json.
+def load(path: epath.Path, companions: Mapping[str, epath.Path]) -> tokenizer.Tokenizer:
+  """Returns the tokenizer of a tokenizer.json or of a SentencePiece model.
 
   Args:
     path: of the file.
     companions: the files beside it, by name, which say which special token does what.
 
   Raises:
-    ValueError: a file cannot be read, or none of them says which id ends a document.
+    ValueError: a file cannot be read, or none of them says which id ends a document; or the library
+      sentencepiece is missing.
   """
   try:
-    return JsonTokenizer(path, companions)
+    return (JsonTokenizer if _is_json(path) else SentencePieceTokenizer)(path, companions)
   except (AttributeError, IndexError, KeyError, TypeError) as error:
     among = f" or {', '.join(companions)} beside it" if companions else ""
     raise ValueError(
       f"data.tokenizer: {path}{among} has an unexpected form ({type(error).__name__}: {error})"
     ) from error
+
+
+def _is_json(path: epath.Path) -> bool:
+  if path.suffix == ".json" or ".model" in path.name:
+    return path.suffix == ".json"
+  return tokenizer_files.read(path).lstrip()[:1] == b"{"
 
 
 class JsonTokenizer:
@@ -76,13 +83,19 @@ class JsonTokenizer:
     said = tokenizer_files.read_companions(companions)
     self.name = str(path)
     self.files = {TOKENIZER_FILE: path, **companions}
-    vocabulary = _vocabulary(self._description, path)
+    self._library = _library(self._description, path)
+    vocabulary = self._library.get_vocab()
     self.size = max(vocabulary.values(), default=-1) + 1
     tokenizer_files.check_added(path, said, vocabulary.get)
     names = {*_special_names(self._description, said.values())} & {*vocabulary}
     self.special = {name: vocabulary[name] for name in sorted(names, key=vocabulary.get)}
     self._encoder = _library(_without_special(self._description, names), path)
-    prefix, suffix = self._surroundings(path)
+    prefix, suffix = _surroundings(self._library, path)
+    self._library.post_processor = None  # it may trim offsets
+    self._added = {
+      id_: token.content for id_, token in self._library.get_added_tokens_decoder().items()
+    }
+    self._library.add_special_tokens([*(names - {*self._added.values()})])
     self.end = _end(path, said, vocabulary, suffix)
     bos = _bos(said, vocabulary, prefix)
     self.has_bos = bos is not None and bos != self.end
@@ -101,28 +114,28 @@ class JsonTokenizer:
 
   def encode_template(self, text):
     """Returns ids uint32[N] and offsets int64[N, 2], special tokens recognized by name."""
-    text, library = tokenizer_files.as_str(text), self._template_encoder
+    text = tokenizer_files.as_str(text)
     with _refusing("cannot encode a conversation with", self.name):
-      encoding = library.encode(text, add_special_tokens=False)
+      encoding = self._library.encode(text, add_special_tokens=False)
     return np.array(encoding.ids, np.uint32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
   def decode(self, ids):
     """Returns the bytes of a text."""
     if self._spelling is None:
-      return self._template_encoder.decode([*map(int, ids)], skip_special_tokens=False).encode()
+      return self._library.decode([*map(int, ids)], skip_special_tokens=False).encode()
     text = b"".join(self.token_bytes(id_) for id_ in ids)
     strips = _strips_first_space(self._description["decoder"])
     return text[1:] if strips and text.startswith(b" ") else text
 
   def token_bytes(self, id_):
     """Returns the bytes that an id adds to a text; none for an id that is not in use."""
-    piece = self._template_encoder.id_to_token(int(id_))
+    piece = self._library.id_to_token(int(id_))
     if piece is None:
       return b""
     if int(id_) in self._added:
       return self._added[int(id_)].encode()
     if self._spelling is None:
-      return self._template_encoder.decode([int(id_)], skip_special_tokens=False).encode()
+      return self._library.decode([int(id_)], skip_special_tokens=False).encode()
     return self._spelling(piece)
 
   @functools.cached_property
@@ -134,35 +147,19 @@ class JsonTokenizer:
     return frozenset(piece for piece in model["vocab"] if len(piece) == 1)
 
   @functools.cached_property
-  def _template_encoder(self):
-    listed = self._description["added_tokens"]
-    missing = self.special.keys() - {token["content"] for token in listed}
-    tokens = [{**token, "special": token["content"] in self.special} for token in listed]
-    tokens += [_added_token(self.special[name], name) for name in sorted(missing)]
-    description = {**self._description, "added_tokens": tokens, "post_processor": None}
-    return _library(description, self.name)
-
-  @functools.cached_property
-  def _added(self):
-    return {token["id"]: token["content"] for token in self._description["added_tokens"]}
-
-  @functools.cached_property
   def _spelling(self):
     return _spelling(self._description["decoder"])
 
-  def _surroundings(self, path):
-    """Returns the ids that the file's post-processor puts before and after a text."""
-    if not self._description["post_processor"]:
-      return [], []
-    text = "a"
-    library = _library(self._description, path)
-    with _refusing("cannot encode a text with", path):
-      bare = library.encode(text, add_special_tokens=False).ids
-      full = library.encode(text).ids
-    for start in range(len(full) - len(bare) + 1):
-      if full[start : start + len(bare)] == bare:
-        return full[:start], full[start + len(bare) :]
-    return [], []
+
+def _surroundings(library: "tokenizers.Tokenizer", path) -> tuple[list[int], list[int]]:
+  """Returns the ids that the file's post-processor puts before and after a text."""
+  with _refusing("cannot encode a text with", path):
+    bare = library.encode("a", add_special_tokens=False).ids
+    full = library.encode("a").ids
+  for start in range(len(full) - len(bare) + 1):
+    if full[start : start + len(bare)] == bare:
+      return full[:start], full[start + len(bare) :]
+  return [], []
 
 
 def _batches(texts: list[str]) -> Iterator[list[str]]:
@@ -195,23 +192,6 @@ def _plain_behavior(description: dict[str, Any], path: epath.PathLike) -> dict[s
   if model.get("dropout"):
     plain["model"] = {**model, "dropout": None}
   return plain
-
-
-def _vocabulary(description: dict[str, Any], path: epath.PathLike) -> dict[str, int]:
-  """Returns piece -> id, of the model and of the tokens added to it."""
-  try:
-    vocabulary = description["model"]["vocab"]
-    if isinstance(vocabulary, list):  # Unigram: [piece, score]
-      vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
-    added = {token["content"]: token["id"] for token in description["added_tokens"]}
-    vocabulary = {**vocabulary, **added}
-    if not all(type(id_) is int and id_ >= 0 for id_ in vocabulary.values()):
-      raise ValueError("ids that are not whole numbers of 0 or more")
-  except (TypeError, KeyError, ValueError) as error:
-    raise ValueError(
-      f"data.tokenizer: {path} has a malformed vocabulary ({type(error).__name__}: {error})"
-    ) from error
-  return vocabulary
 
 
 def _library(description: dict[str, Any], path: epath.PathLike) -> "tokenizers.Tokenizer":
@@ -254,11 +234,6 @@ def _without_special(description: dict[str, Any], names: set[str]) -> dict[str, 
     if token["content"] not in ordinary
   ]
   return plain
-
-
-def _added_token(id_: int, content: str) -> dict[str, Any]:
-  flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-  return {"id": id_, "content": content, "special": True, **flags}
 
 
 def _ordinary(names: set[str], model: dict[str, Any]) -> set[str]:
@@ -413,34 +388,6 @@ def _strips_first_space(decoder: dict[str, Any] | None) -> bool:
 _UNUSED = -1  # the id of a special token that a model does not have
 
 
-def load_sentencepiece(
-  path: epath.Path, companions: Mapping[str, epath.Path]
-) -> "SentencePieceTokenizer":
-  """Returns the tokenizer of a SentencePiece model.
-
-  Args:
-    path: of the model.
-    companions: the files beside it, by name; of them counts whether BOS is put before a text.
-
-  Raises:
-    ValueError: the file cannot be read, or has no end of a document; or the library is missing.
-  """
-  try:
-    import sentencepiece  # noqa: F401 an optional requirement
-  except ImportError as error:
-    raise ValueError(
-      f"data.tokenizer: {path} is a SentencePiece model, which needs the library sentencepiece:"
-      " pip install -r requirements/sentencepiece.txt"
-    ) from error
-  try:
-    return SentencePieceTokenizer(path, companions)
-  except (AttributeError, KeyError, TypeError) as error:
-    raise ValueError(
-      f"data.tokenizer: {', '.join(companions)} beside {path}: an unexpected form"
-      f" ({type(error).__name__}: {error})"
-    ) from error
-
-
 class SentencePieceTokenizer:
   """A SentencePiece model; the methods are those of `tokenizer.Tokenizer`."""
 
@@ -535,7 +482,13 @@ class SentencePieceTokenizer:
 
 def _processor(content, path):
   """Returns (the parsed model, the library's tokenizer of it)."""
-  import sentencepiece
+  try:
+    import sentencepiece  # an optional requirement
+  except ImportError as error:
+    raise ValueError(
+      f"data.tokenizer: {path} is a SentencePiece model, which needs the library sentencepiece:"
+      " pip install -r requirements/sentencepiece.txt"
+    ) from error
   from google.protobuf.message import DecodeError
   from sentencepiece import sentencepiece_model_pb2
 

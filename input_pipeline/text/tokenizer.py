@@ -21,7 +21,6 @@ from input_pipeline.text.tokenizer_files import (
   TEKKEN_FILE,
   TOKENIZER_FILE,
   as_bytes,
-  read,
 )
 from runtime import files
 
@@ -140,15 +139,9 @@ def load(spec: epath.PathLike) -> Tokenizer:
     )
   path = find_file(epath.Path(spec).expanduser())
   companions = {name: path.parent / name for name in COMPANIONS if (path.parent / name).exists()}
-  if _is_json(path):
-    from input_pipeline.text import (
-      library_tokenizers,  # where no such tokenizer is used, not imported
-    )
+  from input_pipeline.text import library_tokenizers  # imports libraries that bytes do not need
 
-    return library_tokenizers.load_json(path, companions)
-  from input_pipeline.text import library_tokenizers  # an optional requirement
-
-  return library_tokenizers.load_sentencepiece(path, companions)
+  return library_tokenizers.load(path, companions)
 
 
 def find_file(path: epath.Path) -> epath.Path:
@@ -185,14 +178,6 @@ def _in_folder(folder: epath.Path) -> epath.Path:
     f"data.tokenizer={folder}: the folder has neither a {TOKENIZER_FILE} nor a SentencePiece model"
     f" (*.model), only {present}"
   )
-
-
-def _is_json(path: epath.Path) -> bool:
-  if path.suffix == ".json":
-    return True
-  if ".model" in path.name:
-    return False
-  return read(path).lstrip()[:1] == b"{"
 
 
 def unseen_text(where: str, characters: Iterable[str]) -> str:

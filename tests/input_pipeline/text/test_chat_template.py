@@ -113,7 +113,7 @@ def test_trained_is_what_the_assistant_writes_with_the_end_of_its_turn(encoder, 
   assert found.bytes == sum(len(text.encode()) for text in wanted)
   assert found.text == template(chats.CHATML).render(Conversation(TURNS))
   # The library's own offsets, of the file as it is, give the same tokens and borders.
-  encoding = encoder._template_encoder.encode(found.text, add_special_tokens=False)
+  encoding = encoder._library.encode(found.text, add_special_tokens=False)
   assert encoding.ids == found.tokens.tolist()
   spans = [(found.text.index(text), found.text.index(text) + len(text)) for text in wanted]
   inside = [any(a <= i and j <= b for a, b in spans) for i, j in encoding.offsets]
