@@ -39,7 +39,7 @@ from absl import app, flags
 from array_record.python import array_record_module
 from etils import epath
 
-from input_pipeline import batches, row_source, rows, store, tfds_documents
+from input_pipeline import batches, row_source, rows, shard_writer, store, tfds_documents
 from input_pipeline.text import (
   chat_template,
   conversations,
@@ -135,7 +135,7 @@ def _random_reads(folder):
     for number, length in enumerate(draw.integers(1, 2 * _MEAN_TOKENS, _DOCUMENTS.value)):
       shard.add(draw.integers(0, 2**16, length).astype(np.uint32), int(length), number)
 
-  store.write_shard(folder / "reads", 2**16, {}, fill)
+  shard_writer.write_shard(folder / "reads", 2**16, {}, fill)
   prepared = store.open_prepared(folder, ["reads"], _Ids(), "documents", 0)
   keys = {"packing": "best_fit", "sequence_length": 4096, "max_bad_records": 0}
   everything = np.arange(_DOCUMENTS.value)

@@ -7,12 +7,11 @@ files alone. It is kept beside the shards until their files change, so that the 
 read them all again.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,27 +19,12 @@ from absl import logging
 from etils import epath
 
 from input_pipeline import store
+from input_pipeline.source import Sharing
 from runtime import files, forms
 
 _RECORDS_PER_READ = 512
 _NEWS_SECONDS = 15.0
 _FORM = forms.Needs({"stamp": forms.TEXT, "records": [forms.COUNT], "why": forms.TEXT})
-
-
-@dataclasses.dataclass(frozen=True)
-class Sharing:
-  """The processes that open a split together, as one of them sees it.
-
-  Attributes:
-    index: of this process.
-    count: number of processes.
-    gather: an all-gather of JSON values: returns the value of each process, in their order. All
-      call it equally often and in the same order.
-  """
-
-  index: int = 0
-  count: int = 1
-  gather: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] = lambda value: [value]
 
 
 def find(prepared: store.Prepared, name: str, sharing: Sharing) -> tuple[list[int], str]:
@@ -131,45 +115,3 @@ def _keep(path: epath.Path, found: Mapping[str, Any]) -> None:
   except OSError as error:
     text = "the list of bad records %s cannot be kept (%s); each start reads all records once"
     logging.warning(text, path, error)
-
-
-# ------------------------------ rows of weight 0 ------------------------------
-
-
-def skipping(read: Callable, bad: tuple[int, ...]) -> Callable:
-  """Returns a function that reads rows as `read` does, but zeros in place of the bad ones.
-
-  Args:
-    read: row numbers int[N] -> field name -> the N rows stacked.
-    bad: the numbers of the rows that are not read; their weight is 0 like all else.
-  """
-  bad_ids = np.array(bad, np.int64)
-
-  def read_good(indices):
-    there = ~among(indices, bad_ids)
-    return spread(read(np.asarray(indices)[there]), there)
-
-  return read_good
-
-
-def among(indices: np.ndarray, ordered: np.ndarray) -> np.ndarray:
-  """Returns which numbers are among `ordered`, which is ascending: bool[N]."""
-  if not len(ordered):
-    return np.zeros(len(indices), bool)
-  places = np.searchsorted(ordered, indices)
-  return ordered[np.minimum(places, len(ordered) - 1)] == indices
-
-
-def spread(rows: dict[str, np.ndarray], there: np.ndarray) -> dict[str, np.ndarray]:
-  """Scatters rows into zeros.
-
-  Args:
-    rows: field name -> [n, ...].
-    there: bool[N], n of them True: the positions of the rows.
-  """
-  if there.all():
-    return rows
-  wide = {field: np.zeros((len(there), *r.shape[1:]), r.dtype) for field, r in rows.items()}
-  for field, array in wide.items():
-    array[there] = rows[field]
-  return wide

@@ -11,11 +11,10 @@ from typing import Generic, TypeVar
 import numpy as np
 from etils import epy
 
-from input_pipeline.bad_records import among, spread
 from input_pipeline.order import EpochOrder
 from input_pipeline.position import Position
 from input_pipeline.ramp import Ramp
-from input_pipeline.source import Source, UnreadableError, few
+from input_pipeline.source import Source, UnreadableError, among, few, spread
 
 # ------------------------------ rows that are cut ------------------------------
 

@@ -20,10 +20,9 @@ import numpy as np
 from etils import epy
 
 from input_pipeline import rows, store
-from input_pipeline.bad_records import Sharing
 from input_pipeline.order import EpochOrder
 from input_pipeline.position import Position
-from input_pipeline.source import BadRecords, Part, Source, UnreadableError
+from input_pipeline.source import BadRecords, Part, Sharing, Source, UnreadableError
 from runtime.exit_codes import RetryableError
 
 with epy.lazy_imports():  # texts need no chat template

@@ -12,13 +12,20 @@ from typing import Any
 import numpy as np
 from etils import epath, epy
 
-from input_pipeline import bad_records, catalog, packing, store
-from input_pipeline.bad_records import Sharing
-from input_pipeline.source import BadRecords, Source, UnreadableError, counted, few
+from input_pipeline import catalog, packing, store
+from input_pipeline.source import (
+  BadRecords,
+  Sharing,
+  Source,
+  UnreadableError,
+  counted,
+  few,
+  skipping,
+)
 from input_pipeline.text import tokenizer
 
-with epy.lazy_imports():  # texts do not need it
-  from input_pipeline import tfds_documents
+with epy.lazy_imports():  # few data need them
+  from input_pipeline import bad_records, tfds_documents
 
 _ALL = 2.0**64  # the hashes of documents are below
 SPLITS = ("train", "test")
@@ -164,7 +171,7 @@ def source_of(
     fingerprint=_fingerprint(prepared, index, facts),
     rows=len(packed),
     fields=_fields(row_slots),
-    read=bad_records.skipping(reader.rows, bad.rows),
+    read=skipping(reader.rows, bad.rows),
     bad=bad,
     ids=encoder.size,
     tokenizer="" if encoder.name == tokenizer.BYTES else encoder.name,
@@ -240,7 +247,7 @@ def _image_source(
       "targets": ((), np.dtype(np.int32)),
       "weights": ((), np.dtype(np.float32)),
     },
-    read=bad_records.skipping(read, bad.rows),
+    read=skipping(read, bad.rows),
     bad=bad,
     origins=reader.origins,
   )

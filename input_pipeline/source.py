@@ -2,7 +2,8 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -63,6 +64,22 @@ class BadRecords:
     if self.left_out:
       parts.append(f"left out: {counted(self.left_out, 'record')}: {few(self.left_out)}")
     return f"{'; '.join(parts)} (the first: {self.why})" if parts else "every row can be read"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharing:
+  """The processes that open a split together, as one of them sees it.
+
+  Attributes:
+    index: of this process.
+    count: number of processes.
+    gather: an all-gather of JSON values: returns the value of each process, in their order. All
+      call it equally often and in the same order.
+  """
+
+  index: int = 0
+  count: int = 1
+  gather: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] = lambda value: [value]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,3 +146,45 @@ class Source:
 
   def __len__(self):
     return self.rows
+
+
+# ------------------------------ rows of weight 0 ------------------------------
+
+
+def skipping(read: Callable, bad: tuple[int, ...]) -> Callable:
+  """Returns a function that reads rows as `read` does, but zeros in place of the bad ones.
+
+  Args:
+    read: row numbers int[N] -> field name -> the N rows stacked.
+    bad: the numbers of the rows that are not read; their weight is 0 like all else.
+  """
+  bad_ids = np.array(bad, np.int64)
+
+  def read_good(indices):
+    there = ~among(indices, bad_ids)
+    return spread(read(np.asarray(indices)[there]), there)
+
+  return read_good
+
+
+def among(indices: np.ndarray, ordered: np.ndarray) -> np.ndarray:
+  """Returns which numbers are among `ordered`, which is ascending: bool[N]."""
+  if not len(ordered):
+    return np.zeros(len(indices), bool)
+  places = np.searchsorted(ordered, indices)
+  return ordered[np.minimum(places, len(ordered) - 1)] == indices
+
+
+def spread(rows: dict[str, np.ndarray], there: np.ndarray) -> dict[str, np.ndarray]:
+  """Scatters rows into zeros.
+
+  Args:
+    rows: field name -> [n, ...].
+    there: bool[N], n of them True: the positions of the rows.
+  """
+  if there.all():
+    return rows
+  wide = {field: np.zeros((len(there), *r.shape[1:]), r.dtype) for field, r in rows.items()}
+  for field, array in wide.items():
+    array[there] = rows[field]
+  return wide

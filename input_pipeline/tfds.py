@@ -11,6 +11,8 @@ import io
 import pathlib
 import sys
 import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -18,8 +20,9 @@ from absl import logging
 from array_record.python import array_record_module
 from etils import epath
 
-from input_pipeline import catalog
-from input_pipeline.store import locked, no_tick
+from input_pipeline import catalog, shard_writer, store
+from input_pipeline.shard_writer import locked
+from input_pipeline.store import no_tick
 from runtime import files
 from runtime.suggest import nearest
 
@@ -375,13 +378,12 @@ def choose_feature(builder, role, wanted):
   return fitting[0]
 
 
-def examples(builder, split, unreadable):
-  """Yields (number, example) over a split in its order; (number, None) for what cannot be read.
+def examples(builder, split) -> Iterator[shard_writer.Item]:
+  """Yields the examples of a split in its order; without a value, and why, what cannot be read.
 
   Args:
     builder: TFDS builder of a data set that is prepared.
     split: a split of it.
-    unreadable: called with (number, why) for each record that cannot be read. May raise.
 
   Raises:
     ValueError: a file format without random access, or a missing or truncated file.
@@ -398,7 +400,8 @@ def examples(builder, split, unreadable):
   _check_files(builder, split)
   for start in range(0, len(source), _EXAMPLES_PER_READ):
     numbers = range(start, min(start + _EXAMPLES_PER_READ, len(source)))
-    yield from zip(numbers, _read(source, numbers, unreadable), strict=True)
+    for number, (example, why) in zip(numbers, _read(source, numbers), strict=True):
+      yield shard_writer.Item("record {}".format, number, example, why)
 
 
 def _check_files(builder, split):
@@ -419,16 +422,17 @@ def _check_files(builder, split):
       )
 
 
-def _read(source, numbers, unreadable):
+def _read(source, numbers):
+  """Returns (example, "") of each number, or (None, why)."""
   try:
-    return source.__getitems__(list(numbers))
+    return [(example, "") for example in source.__getitems__(list(numbers))]
   except Exception:  # decoders raise what they like; `_read_one` says which record it was
-    return [_read_one(source, number, unreadable) for number in numbers]
+    return [_read_one(source, number) for number in numbers]
 
 
-def _read_one(source, number, unreadable):
+def _read_one(source, number):
   try:
-    return source[number]
+    return source[number], ""
   except ImportError as error:  # nothing is wrong with the record
     raise ValueError(
       f"record {number} cannot be decoded ({_first_line(error)}); install what is missing; images"
@@ -437,5 +441,114 @@ def _read_one(source, number, unreadable):
   except Exception as error:  # decoders raise what they like
     if isinstance(error, MemoryError) or getattr(error, "errno", None):
       raise  # the system's, not the record's: Pillow's own OSErrors have no number
-    unreadable(number, f"{type(error).__name__}: {_first_line(error)}")
-    return None
+    return None, f"{type(error).__name__}: {_first_line(error)}"
+
+
+# ------------------------------ as documents of the store ------------------------------
+
+
+def fill(folder, builder, split, features, encoder, data, tick, *, keep_empty: bool) -> None:
+  """Writes the shard of a split, unless it is there.
+
+  Args:
+    folder: of the shard.
+    builder: TFDS builder of a data set that is prepared.
+    split: of it.
+    features: role -> name of the feature that has it.
+    encoder: the tokenizer; of images, bytes.
+    data: the config's `data` section.
+    tick: as of `tfds_documents.prepare`.
+    keep_empty: as of `shard_writer.write_documents`.
+
+  Raises:
+    ValueError: more bad records than data.max_bad_records, or images that cannot be rows.
+    OSError: it cannot be written.
+  """
+  name = f"data set {full_reference(builder)}, split {split}"
+  total = builder.info.splits[split].num_examples
+  what = "images" if data.kind == "image" else "documents"
+
+  def count(documents: int, tokens: int, _: int) -> None:
+    tick(what, documents, f"{documents:,} of {total:,} {what}, {tokens:,} tokens")
+
+  with shard_writer.locked(folder):
+    if store.is_there(folder):
+      return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shard_writer.remove_partial(folder.parent, folder.name)
+    facts, limit = {"files": name, "features": features}, data.max_bad_records
+    try:
+      if data.kind == "image":
+        _write_images(
+          folder, examples(builder, split), features, encoder, {**facts, "name": name}, limit, count
+        )
+      else:
+        found = _texts(builder, split, features["text"])
+        shard_writer.write_documents(
+          folder, found, encoder, facts, limit=limit, keep_empty=keep_empty, tick=count
+        )
+    except shard_writer.TooManyBadError as error:
+      raise ValueError(store.too_many_bad(name, error.bad, error.count, limit)) from error
+
+
+def _write_images(
+  folder, read: Iterable[shard_writer.Item], features, encoder, facts, limit, tick
+) -> None:
+  """Writes images, all of one shape, as a shard that says which shape and labels they have."""
+  name = facts["files"]
+
+  def fill(shard: shard_writer.ShardWriter) -> Mapping[str, Any]:
+    shape, labels = None, []
+    for item in read:
+      if item.value is None:
+        shard.add_bad(item, item.why)
+        continue
+      image, label = (np.asarray(item.value[features[role]]) for role in ("image", "label"))
+      if image.dtype != np.uint8:
+        raise ValueError(f"{name}: the pixels are {image.dtype}, and only uint8 (0..255) is read")
+      shape = shape or image.shape
+      if image.shape != shape:
+        shard.add_bad(
+          item,
+          f"it has shape {image.shape}, but the first image has {shape}; all images must have one"
+          " shape; scale them in your own data set",
+        )
+        continue
+      content = image.tobytes() + np.int32(label).astype("<i4").tobytes()
+      shard.add(np.frombuffer(content, np.uint8), len(content), shard_writer.content_hash(content))
+      labels.append(int(label))
+    if not labels:
+      raise ValueError(f"{name} is empty: {shard.bad_count} images, none of which can be read")
+    return {"shape": [*shape], "labels": [min(labels), max(labels)]}
+
+  shard_writer.write_shard(
+    folder, encoder.size, {"tokenizer": encoder.digest, **facts}, fill, limit, tick
+  )
+
+
+def texts(
+  data: Any, split: str, bad: Callable[[shard_writer.Item], None], tick: Callable = store.no_tick
+) -> Iterator[bytes]:
+  """Yields the texts of a split, which need not be prepared.
+
+  Args:
+    data: the config's `data` section.
+    split: of the data set.
+    bad: is called with each record that cannot be read; raises where that is too much.
+    tick: as of `tfds_documents.prepare`, whose errors it raises too.
+  """
+  builder = load_builder(catalog.parse_name(data.name), catalog.data_folder(data), tick)
+  check_split(builder, split)
+  for item in _texts(builder, split, choose_feature(builder, "text", data.text_feature)):
+    if item.value is None:
+      bad(item)
+    else:
+      yield item.value
+
+
+def _texts(builder, split: str, feature: str) -> Iterator[shard_writer.Item]:
+  for item in examples(builder, split):
+    if item.value is not None:
+      text = item.value[feature]
+      item.value = text.encode() if isinstance(text, str) else bytes(text)
+    yield item

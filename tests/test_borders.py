@@ -47,6 +47,7 @@ OPTIONAL = {
   "input_pipeline.text.train_tokenizer",
   "input_pipeline.text.files",
   *("training.averages", "training.metrics.profiler", "training.optimizers.groups"),
+  *("input_pipeline.bad_records", "input_pipeline.shard_writer"),
   "training.optimizers.muon",
   "training.optimizers.soap",
   "training.metrics.built_in_sinks",

@@ -10,12 +10,11 @@ from etils import epy
 from ml_collections import ConfigDict
 
 from input_pipeline import catalog
-from input_pipeline.bad_records import Sharing
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
 from input_pipeline.position import Position
 from input_pipeline.ramp import Ramp
 from input_pipeline.row_source import check_ids, open_source
-from input_pipeline.source import Source
+from input_pipeline.source import Sharing, Source
 from input_pipeline.text import tokenizer
 from processes.coordination import Group, current
 from training.metrics.console import preparing, say_wrapped

@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from input_pipeline import catalog, store
+from input_pipeline import catalog, shard_writer
+from input_pipeline.shard_writer import Item
 from input_pipeline.source import Source, counted
-from input_pipeline.store import Item, Prepared
+from input_pipeline.store import Prepared
 from input_pipeline.text import documents, tokenizer
 from input_pipeline.text.chat_template import ChatTemplate, Encoded
 from input_pipeline.text.conversations import ASSISTANT, DROP, Conversation, parse
@@ -230,16 +231,16 @@ def write_conversations(
     facts: what else shard.json says.
     limit: data.max_bad_records: with more, the shard is given up.
     pairs: whether the records are preferences; then each document is a pair.
-    tick: as of `store.write_shard`, whose errors it raises too.
+    tick: as of `shard_writer.write_shard`, whose errors it raises too.
   """
 
-  def fill(shard: store.ShardWriter) -> None:
+  def fill(shard: shard_writer.ShardWriter) -> None:
     for record in read:
       if why := record.why or _add(shard, record.value, encoder, template, pairs):
         shard.add_bad(record, why)
 
   about = {"tokenizer": encoder.digest, "chat_template": template.digest, **facts}
-  store.write_shard(folder, encoder.size, about, fill, limit, tick)
+  shard_writer.write_shard(folder, encoder.size, about, fill, limit, tick)
 
 
 def _add(shard, record, encoder, template, pairs: bool) -> str:
@@ -251,7 +252,7 @@ def _add(shard, record, encoder, template, pairs: bool) -> str:
     return str(error)
   if not len(found.tokens):
     return "the template writes nothing for it"
-  hashed = store.content_hash(parsed.content())
+  hashed = shard_writer.content_hash(parsed.content())
   shard.add(found.tokens, found.bytes, hashed, found.trained, len(found.text.encode()))
   return ""
 
@@ -329,7 +330,7 @@ def _hashes(record: Any) -> list[int]:
   found = []
   for read in (parse, parse_pair):
     with contextlib.suppress(ValueError, RecursionError):
-      found.append(store.content_hash(read(record).content()))
+      found.append(shard_writer.content_hash(read(record).content()))
   return found
 
 

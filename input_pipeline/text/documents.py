@@ -23,7 +23,7 @@ from typing import Any
 
 from etils import epy
 
-from input_pipeline.store import Item, Place
+from input_pipeline.shard_writer import Item, Place
 from input_pipeline.text import files
 from runtime.files import is_local
 

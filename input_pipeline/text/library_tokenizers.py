@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from etils import epath, epy
 
-from input_pipeline.text import tokenizer, tokenizer_files
+from input_pipeline.text import tokenizer_files
 from input_pipeline.text.tokenizer_files import (
   CONFIG_FILE,
   GENERATION_FILE,
@@ -48,7 +48,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LISTED = ("additional_special_tokens", "extra_special_tokens")
 
 
-def load(path: epath.Path, companions: Mapping[str, epath.Path]) -> tokenizer.Tokenizer:
+def load(
+  path: epath.Path, companions: Mapping[str, epath.Path]
+) -> "JsonTokenizer | SentencePieceTokenizer":
   """Returns the tokenizer of a tokenizer.json or of a SentencePiece model.
 
   Args:

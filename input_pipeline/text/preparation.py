@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from input_pipeline import catalog, store
+from input_pipeline import catalog, shard_writer, store
 from input_pipeline.text import chat_template, documents, tokenizer, worker
 from input_pipeline.text import files as text_files
 from runtime import exit_codes, files
@@ -73,7 +73,7 @@ def prepare(
     data.name == catalog.PREFERENCES,
     template.digest if template else "",
   )
-  with store.writing_to(folder):
+  with shard_writer.writing_to(folder):
     unchanged = functools.partial(text_files.check_same, spec, found, key)
     fill(task, units, encoder, data.prepare_processes, tick, unchanged)
   ids = [unit.id for unit in units]
@@ -109,9 +109,9 @@ def fill(
   """
   if all(store.is_there(task.folder / unit.id) for unit in units):
     return
-  with store.locked(task.folder):
+  with shard_writer.locked(task.folder):
     task.folder.mkdir(parents=True, exist_ok=True)
-    store.remove_partial(task.folder)
+    shard_writer.remove_partial(task.folder)
     if not (task.folder / ABOUT).exists():
       about = {"tokenizer": encoder.name, "digest": encoder.digest, "feature": task.feature}
       files.replace(task.folder / ABOUT, files.json_text(about, indent=2) + "\n")
@@ -130,11 +130,11 @@ def fill(
         if error.paths.intersection(file.path for file in unit.files):
           (task.folder / unit.id).rmtree(missing_ok=True)
       raise
-    except store.TooManyBadError as error:
+    except shard_writer.TooManyBadError as error:
       text = store.too_many_bad("in the files so far", error.bad, error.count, task.limit)
       raise ValueError(text) from error
     finally:
-      store.remove_partial(task.folder)
+      shard_writer.remove_partial(task.folder)
   progress.show()
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import tokenizers
 from etils import epath
 
-from input_pipeline import catalog, tfds_documents
-from input_pipeline.store import Item, content_hash, no_tick
+from input_pipeline import catalog
+from input_pipeline.shard_writer import Item, content_hash
+from input_pipeline.store import no_tick
 from input_pipeline.text import documents, tokenizer, tokenizer_files
 from input_pipeline.text import files as text_files
 from runtime import files
@@ -266,12 +267,14 @@ def _texts(
     data: the section.
     inputs: its sources; none: it is a TFDS data set.
     bad: as of `sample`.
-    tick: as of `tfds_documents.texts`.
+    tick: as of `tfds.texts`.
     held_out: which of the two.
   """
   if not inputs:
     split = data.evaluation_split if held_out else data.train_split
-    yield from tfds_documents.texts(data, split, bad, tick)
+    from input_pipeline import tfds  # it imports TensorFlow Datasets
+
+    yield from tfds.texts(data, split, bad, tick)
   for one in inputs:
     feature, most = documents.choose_feature(one.found, one.feature), SAMPLE_BYTES // len(inputs)
     least = 0.0 if one.apart else data.evaluation_fraction * 2.0**64

@@ -17,7 +17,7 @@ from typing import Any
 
 from etils import epath
 
-from input_pipeline import store
+from input_pipeline import shard_writer, store
 from input_pipeline.text import documents, files, tokenizer
 from runtime import exit_codes
 
@@ -55,12 +55,12 @@ def write_unit(
   encoder: tokenizer.Tokenizer,
   tick: Callable = store.no_tick,
 ) -> None:
-  """Writes the shard of a unit; `tick` and errors are those of `store.write_documents`."""
+  """Writes the shard of a unit; `tick` and errors are those of `shard_writer.write_documents`."""
   folder, facts = task.folder / unit.id, {"files": unit.name}
   if task.chat_template is None:
     found = documents.read(unit, task.feature)
     facts["feature"] = task.feature
-    store.write_documents(folder, found, encoder, facts, limit=task.limit, tick=tick)
+    shard_writer.write_documents(folder, found, encoder, facts, limit=task.limit, tick=tick)
     return
   from input_pipeline.text import chat_documents, chat_template  # they import Jinja
 
@@ -96,7 +96,7 @@ def main() -> None:
       unit = messages.get()
       write_unit(task, unit, encoder, lambda *counts: answer(counts))
       answer(DONE)
-  except (OSError, store.TooManyBadError, files.ChangedError) as error:
+  except (OSError, shard_writer.TooManyBadError, files.ChangedError) as error:
     answer(error)
   except ValueError as error:  # its cause, which tells whether a retry may succeed, stays here
     kind = exit_codes.RetryableError if exit_codes.retryable(error) else ValueError

@@ -38,12 +38,12 @@ PREPARE = """
 import sys
 import numpy as np
 from etils import epath
-from input_pipeline import store
+from input_pipeline import shard_writer, store
 folder = epath.Path(sys.argv[1])
 def fill(shard):
   for size in (3, 1, 9000):
     shard.add(np.arange(size, dtype=np.uint32) % 256, size, size)
-store.write_shard(folder / "shard", 256, {"files": "here"}, fill)
+shard_writer.write_shard(folder / "shard", 256, {"files": "here"}, fill)
 """
 
 

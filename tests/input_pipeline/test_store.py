@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from etils import epath
 
-from input_pipeline import store
-from input_pipeline.store import locked
+from input_pipeline import shard_writer, store
+from input_pipeline.shard_writer import locked
 from tests.helpers.syncs import Syncs
 from tests.training.checkpointing.test_full_disk import full_disk
 
@@ -75,10 +75,10 @@ def write(folder, ids, tokens, masks=None):
     for i, document in enumerate(tokens):
       shard.add(document, 2 * len(document), i + 10**18, masks[i] if masks else None)
     shard.add_empty()
-    shard.add_bad(store.Item("a.jsonl:{}".format, 7, None), "no key")
+    shard.add_bad(shard_writer.Item("a.jsonl:{}".format, 7, None), "no key")
 
   folder = epath.Path(folder)
-  store.write_shard(folder, ids, {"files": "here"}, fill)
+  shard_writer.write_shard(folder, ids, {"files": "here"}, fill)
   return folder
 
 
@@ -144,7 +144,7 @@ def test_what_fails_leaves_nothing(tmp_path):
     raise KeyboardInterrupt
 
   with pytest.raises(KeyboardInterrupt):
-    store.write_shard(epath.Path(tmp_path / "a"), 256, {}, fill)
+    shard_writer.write_shard(epath.Path(tmp_path / "a"), 256, {}, fill)
   assert list(tmp_path.iterdir()) == []
 
 

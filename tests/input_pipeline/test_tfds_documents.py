@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from input_pipeline import row_source, store, tfds, tfds_documents
+from input_pipeline import row_source, shard_writer, store, tfds, tfds_documents
 from input_pipeline.catalog import Reference
 from tests.input_pipeline.damage import shard_of
 
@@ -33,7 +33,7 @@ def _stream(source):
 def test_text_rows_rebuild_the_documents(config, tiny_text, data_dir, length):
   source = row_source.open_source(config(tiny_text, sequence_length=length), "train", seed=0)
   builder = tfds.load_builder(Reference(tiny_text, "", ""), data_dir)
-  documents = [example["body"] for _, example in tfds.examples(builder, "train", pytest.fail)]
+  documents = [item.value["body"] for item in tfds.examples(builder, "train")]
   stream = b"".join(document + b"\0" for document in documents)
   assert _stream(source) == stream
   assert len(source) == -(-(len(stream) - 1) // length)
@@ -43,7 +43,7 @@ def test_text_rows_rebuild_the_documents(config, tiny_text, data_dir, length):
 def test_python_source_rebuilds_too(config, data_dir):
   source = row_source.open_source(config("python_source", sequence_length=101), "test", seed=0)
   builder = tfds.load_builder(Reference("python_source", "", ""), data_dir)
-  documents = [example["text"] for _, example in tfds.examples(builder, "test", pytest.fail)]
+  documents = [item.value["text"] for item in tfds.examples(builder, "test")]
   assert _stream(source) == b"".join(document + b"\0" for document in documents)
 
 
@@ -107,7 +107,7 @@ def test_a_folder_without_manifest_is_prepared_again(config, tiny_text):
 
 def test_a_failure_half_way_leaves_no_shard(config, tiny_images, monkeypatch):
   data = config(tiny_images, "image", input_size=15, target_size=4)
-  add, calls = store.ShardWriter.add, []
+  add, calls = shard_writer.ShardWriter.add, []
 
   def failing(self, *arguments):
     calls.append(arguments)
@@ -115,7 +115,7 @@ def test_a_failure_half_way_leaves_no_shard(config, tiny_images, monkeypatch):
       raise OSError(28, "No space left on device")
     add(self, *arguments)
 
-  monkeypatch.setattr(store.ShardWriter, "add", failing)
+  monkeypatch.setattr(shard_writer.ShardWriter, "add", failing)
   with pytest.raises(ValueError, match=r"data cannot be prepared in .*No space left.*free some sp"):
     tfds_documents.prepare(data, "train[:5]")
   monkeypatch.undo()

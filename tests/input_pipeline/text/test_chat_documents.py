@@ -8,7 +8,7 @@ from etils import epath
 
 from configs import single
 from configs.schema import finalize, validate
-from input_pipeline import mixture, row_source, store
+from input_pipeline import mixture, row_source, shard_writer, store
 from input_pipeline.text import chat_documents, chat_template, preparation, tokenizer
 from input_pipeline.text.chat_documents import encode_pair, parse_pair
 from input_pipeline.text.chat_template import ChatTemplate
@@ -451,14 +451,14 @@ def test_ticks(chat, tmp_path):
   ticks = []
 
   def write(name, values):
-    read = (store.Item("{}".format, number, value) for number, value in enumerate(values))
+    read = (shard_writer.Item("{}".format, number, value) for number, value in enumerate(values))
     options = {"limit": 0, "pairs": False, "tick": lambda *news: ticks.append(news)}
     folder = epath.Path(tmp_path) / name
     chat_documents.write_conversations(folder, read, encoder, template, {}, **options)
 
   write("shard", map(record, range(70)))
   assert (ticks[0][0], ticks[-1][0]) == (1, 70)
-  with pytest.raises(store.TooManyBadError):
+  with pytest.raises(shard_writer.TooManyBadError):
     write("bad", [{}])
 
 

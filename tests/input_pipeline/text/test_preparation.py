@@ -14,7 +14,7 @@ import psutil
 import pytest
 from etils import epath
 
-from input_pipeline import store
+from input_pipeline import shard_writer, store
 from input_pipeline.text import preparation, tokenizer
 from runtime import exit_codes
 from tests.input_pipeline.text.corpora import section, texts, write_lines
@@ -69,7 +69,7 @@ def test_documents_are_those_of_the_files_in_their_order(corpus, tmp_path):
   wanted = [t for i in range(UNITS) for t in texts(1500 + 100 * i, seed=i, longest=20)]
   assert bytes(found.read(range_of(found))[0]) == b"".join(t.encode() + b"\0" for t in wanted)
   assert found.index["bytes"].tolist() == [len(t.encode()) + 1 for t in wanted]
-  assert found.index["hash"][7] == store.content_hash(wanted[7].encode())
+  assert found.index["hash"][7] == shard_writer.content_hash(wanted[7].encode())
 
 
 def test_several_processes_write_the_same(corpus, contents, tmp_path):
@@ -230,7 +230,7 @@ def test_what_a_worker_says_of_a_disk_decides_whether_a_retry_may_succeed(
     os.close(stdout)
   answer = pickle.loads(answers.read_bytes())
   expected = pytest.raises((ValueError, exit_codes.RetryableError), match=os.strerror(number))
-  with expected as error, store.writing_to(epath.Path(tmp_path)):
+  with expected as error, shard_writer.writing_to(epath.Path(tmp_path)):
     raise answer
   assert exit_codes.retryable(error.value) == (number != errno.EACCES)
 

@@ -10,9 +10,8 @@ import pytest
 from etils import epath
 from ml_collections import ConfigDict
 
-from input_pipeline import packing, row_source, rows, store
-from input_pipeline.bad_records import Sharing
-from input_pipeline.source import UnreadableError
+from input_pipeline import packing, row_source, rows, shard_writer, store
+from input_pipeline.source import Sharing, UnreadableError
 from tests.input_pipeline.text.corpora import section, texts, write_lines
 
 T = 32
@@ -87,7 +86,7 @@ def prepared_by(encoder, folder, documents, masks=None):
     for number, document in enumerate(documents):
       shard.add(np.asarray(document), len(document), number, masks[number] if masks else None)
 
-  store.write_shard(folder / "a", encoder.size, {}, fill)
+  shard_writer.write_shard(folder / "a", encoder.size, {}, fill)
   return store.open_prepared(folder, ["a"], encoder, "here", 0)
 
 
