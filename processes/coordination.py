@@ -39,6 +39,9 @@ RANKS = (
 # If it is 1, a process uses all GPUs of its host. JAX's default is one GPU per process.
 PER_HOST = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _SHUTDOWN_SECONDS = 300
+# Only the first few processes watch all others: N watching N would be N * N reads.
+WATCHERS = 8
+_MOST_NAMED = 12
 _MOST_UNSIGNED = 1000
 # Never reached: before that, the watchdog ends a run that hangs, and names who is behind.
 _FOR_EVER_SECONDS = 7 * 24 * 3600
@@ -159,8 +162,14 @@ class Group:
     """Removes the values below `folder/`."""
     self.store.key_value_delete(folder)
 
-  def wait(self, point: str, *, timeout_seconds: float) -> None:
+  def wait(self, point: str, *, timeout_seconds: float, shown: str = "") -> None:
     """A barrier: returns when all processes have called it as often as this one.
+
+    Args:
+      point: its name.
+      timeout_seconds: how long the slowest may take to arrive.
+      shown: a folder below which each process has published a value, under its index, before it
+        came here: then the first few processes name those that are missing.
 
     Raises:
       NotTogetherError: a process did not reach it in time.
@@ -168,8 +177,19 @@ class Group:
     try:
       self.store.wait_at_barrier(point, int(timeout_seconds * 1000))
     except jax.errors.JaxRuntimeError as error:
-      first_line = str(error).partition("\n")[0]
-      raise NotTogetherError(f"waiting for all processes at {point!r}: {first_line}") from error
+      if not shown:
+        first_line = str(error).partition("\n")[0]
+        raise NotTogetherError(f"waiting for all processes at {point!r}: {first_line}") from error
+      names = ""
+      if self.index < WATCHERS:
+        there = self.list(shown)
+        missing = [str(index) for index in range(self.count) if str(index) not in there]
+        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        names = ", ".join(missing[:_MOST_NAMED]) + more
+      raise NotTogetherError(
+        f"process {names or 'another'} of {self.count} has not reached {point!r} within "
+        f"{timeout_seconds:.3g} s (processes.start_timeout_seconds){self.unsigned_text()}"
+      ) from error
 
   def all_true(self, point: str, value: bool, *, timeout_seconds: float) -> bool:
     """Returns whether `value` is true on every process, at the n-th barrier at a point.
@@ -214,15 +234,7 @@ class Group:
     self._meetings[point] += 1
     folder = f"gathered/{point}/{self._meetings[point]}"
     self.put(f"{folder}/{self.index}", value)
-    try:
-      self.wait(point, timeout_seconds=timeout_seconds)
-    except NotTogetherError as error:
-      there = self.list(folder)
-      missing = ", ".join(str(i) for i in range(self.count) if str(i) not in there)
-      raise NotTogetherError(
-        f"process {missing} of {self.count} has not reached {point!r} within"
-        f" {timeout_seconds:.0f} s{self.unsigned_text()}"
-      ) from error
+    self.wait(point, timeout_seconds=timeout_seconds, shown=folder)
     found = self.list(folder)
     return [found[str(index)] for index in range(self.count)]
 

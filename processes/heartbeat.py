@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from etils import epy
 
-from processes.coordination import Group
+from processes.coordination import WATCHERS, Group
 
 with epy.lazy_imports():
   import jax
@@ -24,8 +24,6 @@ _POST_SECONDS = 1.0
 SILENT_SECONDS = 2.0
 # Process 0 serves all requests: beyond this number of processes, each asks less often.
 _OFTEN_FOR = 1000
-# Only the first few processes watch all others: N watching N would be N * N reads a second.
-WATCHERS = 8
 _MOST_NAMED = 16
 
 

@@ -20,7 +20,6 @@ from processes.coordination import Group, NotTogetherError
 
 _MOST_LINES = 12
 _MOST_KINDS = 64  # distinct sets of facts that are compared
-_WATCHERS = 8  # processes that look for those missing
 _LATE_SECONDS = 4.0
 
 
@@ -46,10 +45,11 @@ def agree(group: Group, stage: str, facts: Mapping[str, Any], *, timeout_seconds
   digest = _digest(facts)
   group.put(f"facts/{stage}/{group.index}", facts)
   group.put(f"digests/{stage}/{group.index}", {"digest": digest})
-  _meet(group, stage, f"digests/{stage}", timeout_seconds)
+  limits = {"timeout_seconds": timeout_seconds, "shown": f"digests/{stage}"}
+  group.wait(stage, **limits)
   if group.first:
     group.put(f"verdicts/{stage}", _verdict(group, stage))
-  _meet(group, stage, f"verdicts/{stage}", timeout_seconds)
+  group.wait(f"the comparison of {stage}", **limits)
   verdict = group.get(f"verdicts/{stage}") or {}
   if not verdict.get("text") and verdict.get("digest") == digest:
     return
@@ -66,25 +66,6 @@ def agree(group: Group, stage: str, facts: Mapping[str, Any], *, timeout_seconds
 def _digest(facts: Mapping[str, Any]) -> str:
   as_read = json.loads(json.dumps(facts))
   return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
-
-
-def _meet(group: Group, stage: str, point: str, timeout_seconds: float) -> None:
-  """A barrier; the first few processes name those that did not reach it."""
-  try:
-    group.wait(point, timeout_seconds=timeout_seconds)
-  except NotTogetherError as error:
-    names = "another"
-    if group.index < _WATCHERS:
-      there = group.list(f"digests/{stage}")
-      missing = [str(i) for i in range(group.count) if str(i) not in there]
-      names = ", ".join(missing[:_MOST_LINES])
-      if len(missing) > _MOST_LINES:
-        names += f" and {len(missing) - _MOST_LINES} more"
-    raise NotTogetherError(
-      f"before the first step, process {names} of {group.count} has not reached "
-      f"{stage!r} within processes.start_timeout_seconds={timeout_seconds:g}"
-      f"{group.unsigned_text()}"
-    ) from error
 
 
 def _verdict(group: Group, stage: str) -> dict[str, Any]:
