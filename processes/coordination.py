@@ -205,38 +205,27 @@ class Group:
     self.wait(point, timeout_seconds=timeout_seconds)
     return not self.list(folder)
 
-  def gather_texts(self, point: str, text: str, *, timeout_seconds: float) -> Sequence[str]:
-    """Returns the text of each process, in their order, at the n-th barrier at a point.
-
-    Only texts that are not "" are published: all processes read every entry.
-
-    Raises:
-      NotTogetherError: a process did not reach it in time.
-    """
-    if self.alone:
-      return [text]
-    self._meetings[point] += 1
-    folder = f"texts/{point}/{self._meetings[point]}"
-    if text:
-      self.put(f"{folder}/{self.index}", {"text": text})
-    self.wait(point, timeout_seconds=timeout_seconds)
-    said = self.list(folder)
-    return [said.get(str(index), {}).get("text", "") for index in range(self.count)]
-
   def gather(
-    self, point: str, value: Mapping[str, Any], *, timeout_seconds: float
+    self, point: str, value: Mapping[str, Any], *, timeout_seconds: float, sparse: bool = False
   ) -> Sequence[dict[str, Any]]:
     """Returns the value of each process, in their order, at the n-th barrier at a point.
 
+    Args:
+      point: name of the barrier.
+      value: of this process.
+      timeout_seconds: how long the slowest may take to arrive.
+      sparse: most are empty, and not published, since all processes read every entry.
+
     Raises:
-      NotTogetherError: naming those that did not reach it in time.
+      NotTogetherError: naming those that did not reach it in time, unless they are sparse.
     """
     self._meetings[point] += 1
     folder = f"gathered/{point}/{self._meetings[point]}"
-    self.put(f"{folder}/{self.index}", value)
-    self.wait(point, timeout_seconds=timeout_seconds, shown=folder)
-    found = self.list(folder)
-    return [found[str(index)] for index in range(self.count)]
+    if value or not sparse:
+      self.put(f"{folder}/{self.index}", value)
+    self.wait(point, timeout_seconds=timeout_seconds, shown="" if sparse else folder)
+    found, names = self.list(folder), map(str, range(self.count))
+    return [found.get(name, {}) if sparse else found[name] for name in names]
 
 
 class Lockstep:

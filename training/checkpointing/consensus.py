@@ -60,7 +60,9 @@ class Together:
       timeout_seconds: how long the others may take to reach it; None: the default.
     """
     timeout = timeout_seconds or self._patience()
-    return self._group.gather_texts(_POINT, text, timeout_seconds=timeout)
+    value = {"text": text} if text else {}
+    found = self._group.gather(_POINT, value, timeout_seconds=timeout, sparse=True)
+    return [one["text"] if one else "" for one in found]
 
   def from_first(self, text: str) -> str:
     """Returns the text of process 0; all call it."""
