@@ -7,7 +7,7 @@ assistant, a token of `generation_config.json` (`eos_token_id`), or the end of t
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from inference.request import Request, TextSpec, as_bytes, check
 from inference.sampler import Pace, Row, Sampler, TrainedModel
 from input_pipeline.text import chat_template
 from input_pipeline.text.conversations import ASSISTANT, Conversation
+from partitioning import rules
 
 Message = dict[str, Any]
 Cut = Callable[[], bool]
@@ -31,37 +32,18 @@ class CachedSampler(Sampler):
   def __init__(self, model: TrainedModel):
     spec = model.spec
     most = Request(((spec.tokenizer.start,),), max_new_tokens=spec.sequence_length - 1)
-    super().__init__(model.job, most)
+    # A piece is written as a whole, also where only its first tokens count.
+    super().__init__(model.job, most, slots=spec.sequence_length + PIECE)
     self._params = model.params
     self._more = [model.variables] if model.variables else []
     self._known: list[int] = []  # the tokens in the cache
     self.pace = Pace()
-    shardings = self._cache_shardings(jax.eval_shape(self._empty_cache))
+    cache = jax.eval_shape(self._empty_cache)
+    shardings = rules.shardings(cache, self.placements, self.job.mesh, "cache/")
     self._cache = self.job.compile(self._empty_cache, out_shardings=shardings).function()
 
-  def _empty_cache(self) -> Any:
-    # A piece is written as a whole, also where only its first tokens count.
-    slots = self.spec.sequence_length + PIECE
-    return self._model.empty_cache(self._model_spec, self.rows, slots)
-
   def _compile(self) -> tuple[Callable, Callable]:
-    return self._reading(PIECE), self._reading(1)
-
-  def _reading(self, width: int) -> Callable:
-    whole, cache = self._replicated(), jax.eval_shape(self._empty_cache)
-    placed_cache = self._cache_shardings(cache)
-    tokens_BT = np.zeros((self.rows, width), np.int32)
-    return self._program(
-      self._read,
-      (tokens_BT, tokens_BT[:, 0], cache, self._settings(Request(()))),
-      (whole, whole, placed_cache, whole),
-      donate_argnums=3,
-      out_shardings=(whole, placed_cache),
-    )
-
-  def _read(self, params, tokens_BT, counts_B, cache, settings, variables=None) -> Any:
-    model = self.job.program.module(params, variables)
-    return self._next(model, tokens_BT, counts_B, cache, settings)
+    return self._program(PIECE), self._program(1)
 
   def draw(self, tokens: list[int], request: Request) -> Iterator[int]:
     """Yields what follows the tokens, one by one, for as long as a row has place.
@@ -95,9 +77,9 @@ class CachedSampler(Sampler):
     counts_B = np.full(self.rows, len(piece), np.int32)
     tokens_BT, counts_B = self._put((tokens_BT, counts_B))
     given = self._params, tokens_BT, counts_B, self._cache, settings
-    drawn_B, self._cache = program(*given, *self._more)
+    drawn_B1, self._cache = program(*given, *self._more)
     self._known += piece
-    return int(np.asarray(drawn_B)[0])
+    return int(np.asarray(drawn_B1)[0, 0])
 
   def draw_row(
     self,
@@ -245,12 +227,12 @@ class Chat:
     """
     messages, dropped, tokens = self._fitted([*self.messages, {"role": "user", "content": text}])
     texts, coder = (*self.ends.texts, *self._settings.stop), self._spec.tokenizer
-    row = Row(coder.decode(tokens[-8:]), [as_bytes(one) for one in texts], coder, self.ends.tokens)
-    held = Held(texts, write)
+    stops, before = [as_bytes(one) for one in texts], coder.decode(tokens[-8:])
+    row = Row(before, stops, coder, self.ends.tokens, hidden=True)
     most = self._settings.max_new_tokens or self._spec.sequence_length
     request = dataclasses.replace(self._settings, max_new_tokens=most)
-    self._sampler.draw_row(tokens, request, row, held.add, cut)
-    found = held.close()
+    self._sampler.draw_row(tokens, request, row, write, cut)
+    found = row.drawn.decode(errors="replace")
     self.messages, self.dropped = [*messages, {"role": ASSISTANT, "content": found}], dropped
     return found
 
@@ -306,36 +288,3 @@ def prepare(
 
 def _system(text: str) -> list[Message]:
   return [{"role": "system", "content": text}] if text else []
-
-
-class Held:
-  """Writes a text as it comes, but for what may be the beginning of a text that ends it."""
-
-  def __init__(self, stops: Sequence[str], write: Callable[[str], None]):
-    """Takes the texts, which are not written, and what writes."""
-    self._stops, self._write = tuple(stops), write
-    self._text, self._written = "", 0
-
-  def add(self, text: str) -> None:
-    """Takes the next part."""
-    self._text += text
-    safe = len(self._text)
-    for stop in self._stops:
-      if (found := self._text.find(stop, max(0, self._written - len(stop)))) >= 0:
-        safe = min(safe, found)
-      for size in range(1, len(stop)):
-        if self._text.endswith(stop[:size]):
-          safe = min(safe, len(self._text) - size)
-    self._show(safe)
-
-  def close(self) -> str:
-    """Writes the rest, and returns the text without what ended it."""
-    found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
-    self._text = self._text[: min(found, default=len(self._text))]
-    self._show(len(self._text))
-    return self._text
-
-  def _show(self, until: int) -> None:
-    if until > self._written:
-      self._write(self._text[self._written : until])
-      self._written = until

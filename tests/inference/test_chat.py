@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from inference import chat as chats
-from inference.chat import Chat, Continuation, Held
+from inference.chat import Chat, Continuation
 from inference.request import Request, text_spec
 from inference.sampler import Sampler, TrainedModel
 from input_pipeline.text import chat_template, tokenizer
@@ -139,18 +139,6 @@ def test_a_text_behind_a_turn_ends_it(behind, texts):
   assert chat_template.turn_ends(template, ByteTokenizer()) == chat_template.TurnEnds(
     frozenset({0}), texts
   )
-
-
-def test_what_may_begin_an_end_is_held_back():
-  written = []
-  held = Held(("<end>", "\n\n"), written.append)
-  for part in ("a<", "b<e", "nd", "x\n", "c", "<en", "d> more", "d"):
-    held.add(part)
-  assert held.close() == "a<b<endx\nc" == "".join(written)
-  assert written == ["a", "<b", "<endx", "\nc"]
-  held = Held(("<end>",), written.append)
-  held.add("at the end <e")
-  assert held.close() == "at the end <e"
 
 
 # ---- Prompts in turn ----

@@ -215,7 +215,7 @@ def test_the_cache_is_sharded_like_the_model(strategy):
   tokens_BT = jnp.ones((made.rows, made.prompt_tokens), jnp.int32)
   counts_B = jnp.ones(made.rows, jnp.int32)
   settings = made._settings(GREEDY)
-  tokens_B, cache = made.prefill(params, tokens_BT, counts_B, settings)
+  drawn_B1, cache = made.prefill(params, tokens_BT, counts_B, None, settings)
   for _ in range(2):  # after prefill and after decode
     rules.check_placed(cache, made.placements, job.mesh, "cache/")
     for name in ("keys", "values"):
@@ -225,7 +225,7 @@ def test_the_cache_is_sharded_like_the_model(strategy):
         made.placements[f"cache/{name}"], job.devices.sizes
       )
     before = cache
-    tokens_B, cache = made.decode(params, tokens_B, cache, settings)
+    drawn_B1, cache = made.decode(params, drawn_B1, counts_B, cache, settings)
   assert all(leaf.is_deleted() for leaf in named_leaves(before).values()), "donated"
   assert bool(made.placements["cache/keys"].notes) == (strategy == "tp8")
 
@@ -283,11 +283,12 @@ def test_other_types(monkeypatch, parameters, compute):
     params, settings = made.job.state.params, made._settings(GREEDY)
     tokens_BT = np.zeros((made.rows, made.prompt_tokens), np.int32)
     with made.job.tracing(made._table):
-      read = jax.eval_shape(made._prefill, params, tokens_BT, tokens_BT[:, 0], settings)
-      after = jax.eval_shape(made._decode, params, *read, settings)
+      counts_B = tokens_BT[:, 0]
+      read = jax.eval_shape(made._read, params, tokens_BT, counts_B, None, settings)
+      after = jax.eval_shape(made._read, params, read[0], counts_B, read[1], settings)
   assert after == read
-  tokens_B, cache = read
-  assert tokens_B.dtype == cache.lengths.dtype == jnp.int32
+  drawn_B1, cache = read
+  assert drawn_B1.dtype == cache.lengths.dtype == jnp.int32
   assert cache.keys.dtype == cache.values.dtype == made.placements["cache/keys"].dtype == compute
 
 

@@ -78,6 +78,17 @@ def test_a_stop_text_within_a_token_ends_the_row_behind_it():
   assert "".join(shown(row, [2, 5, 1])) == "endi"
 
 
+def test_what_may_begin_a_hidden_stop_text_is_held_back():
+  row = Row(b"", [b"<end>", b"\n\n"], hidden=True)
+  written = [text for text in shown(row, b"a<b<endx\nc<en") if text]
+  assert "".join(written) == "a<b<endx\nc"
+  assert written == ["a", "<b", "<endx", "\nc"]
+  assert [row.add(byte) for byte in b"d>"] == ["", ""]
+  assert (row.done, bytes(row.drawn)) == (True, b"a<b<endx\nc")
+  row = Row(b"", [b"<end>"], hidden=True)
+  assert "".join(shown(row, b"at the end <e")) + row.end() == "at the end <e"
+
+
 def test_bytes_of_a_command_line_come_back():
   assert as_bytes("é\udcff") == b"\xc3\xa9\xff"
   assert as_bytes(b"\xff") == b"\xff"
