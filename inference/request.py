@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from input_pipeline.source import Source, UnreadableError
 from input_pipeline.text import tokenizer
 from models import MODELS, Generator
+from runtime import forms
 from training.tasks import TASKS
 
 # What a training run continues, by data.name; of other data the beginning of a row.
@@ -157,9 +158,8 @@ def check(spec: TextSpec, request: Request) -> None:
       f"model.name={spec.model!r} has no next token to draw; sample takes a transformer, "
       f"such as --config=FILE:lm"
     )
-  wrong = [*_settings(spec, request), *_prompts(spec, request)]
-  if wrong:
-    raise ValueError("the sampling is refused:\n" + "\n".join(f"  {line}" for line in wrong))
+  if wrong := [*_settings(spec, request), *_prompts(spec, request)]:
+    raise forms.refusal("the sampling is refused:", wrong)
 
 
 def _settings(spec: TextSpec, request: Request) -> Iterator[str]:

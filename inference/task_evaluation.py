@@ -31,6 +31,7 @@ from inference.scoring import Continuation, Score, Scorer
 from input_pipeline.text import chat_template, documents, files
 from input_pipeline.text.conversations import Conversation
 from input_pipeline.text.conversations import parse as conversation
+from runtime import forms
 from runtime.suggest import closest
 
 # ------------------------------ records ------------------------------
@@ -109,16 +110,16 @@ def _task(file: files.InputFile) -> Task:
   try:
     for item in documents.json_records(file, None):
       try:
-        records.append(parse_record(item.value, item.where) if not item.why else _bad(item.why))
+        if item.why:
+          raise ValueError(item.why)
+        records.append(parse_record(item.value, item.where))
       except ValueError as error:
         wrong.append(f"{item.where}: {error}")
     files.check_unchanged(file)
   except OSError as error:
     raise documents.unreadable_error(file, error) from error
   if wrong:
-    more = f"\n  and {len(wrong) - _MOST_LISTED:,} more" if len(wrong) > _MOST_LISTED else ""
-    listed = "".join(f"\n  {line}" for line in wrong[:_MOST_LISTED])
-    raise ValueError(f"--tasks: {len(wrong):,} records cannot be scored:{listed}{more}")
+    raise forms.refusal(f"--tasks: {len(wrong):,} records cannot be scored:", wrong, _MOST_LISTED)
   if not records:
     raise ValueError(f"--tasks: {file.path} is empty")
   first = records[0]
@@ -130,10 +131,6 @@ def _task(file: files.InputFile) -> Task:
       )
   name = os.path.basename(file.path)
   return Task(name[: name.lower().rindex(".jsonl")], file.path, first.kind, records)
-
-
-def _bad(why: str) -> Any:
-  raise ValueError(why)
 
 
 def parse_record(value: Mapping[str, Any], where: str) -> Record:
@@ -241,21 +238,33 @@ class Metric:
     return cls(float(values.mean()), error)
 
 
+# Of the samples of a task of each kind.
+METRICS = {
+  CHOICE: ("acc", "acc_norm", "acc_bytes"),
+  LIKELIHOOD: ("exact_match", "answer_loss"),
+  GENERATION: ("exact_match",),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
   """The result of a task.
 
   Attributes:
     task: the task.
-    metrics: by name.
     truncated: of how many records the context was cut off on the left.
     samples: an object for each record: what the model gave, and whether it was right.
   """
 
   task: Task
-  metrics: dict[str, Metric]
   truncated: int
   samples: list[dict[str, Any]]
+
+  @functools.cached_property
+  def metrics(self) -> dict[str, Metric]:
+    """Returns the metrics by name."""
+    names = METRICS[self.task.kind]
+    return {name: Metric.of([sample[name] for sample in self.samples]) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,64 +288,60 @@ def encode(spec: TextSpec, tasks: Sequence[Task]) -> list[Encoded]:
       a token that the model does not know; with file and line. Or there is no chat template.
   """
   scoring.check_model(spec.model)
-  encoder = _Encoder(spec)
-  return [encoder.task(task) for task in tasks]
 
+  @functools.cache
+  def template() -> chat_template.ChatTemplate:
+    return chat_template.load(spec.chat_template, spec.tokenizer)
 
-class _Encoder:
-  """Encodes records for a model."""
+  def context(record: Record) -> str | np.ndarray:
+    """Returns the text; of messages, their tokens."""
+    if isinstance(record.context, str):
+      return record.context
+    text = template().render(Conversation(record.context), prompt=True)
+    return spec.tokenizer.encode_template(text)[0]
 
-  def __init__(self, spec: TextSpec):
-    self._spec = spec
-
-  def task(self, task: Task) -> Encoded:
-    """Returns a task as tokens; raises ValueError as `encode`."""
-    rows, prompts = [], []
+  found = []
+  for task in tasks:
+    one = Encoded(task, [], [])
     for record in task.records:
       try:
         if task.kind == GENERATION:
-          prompts.append(self._prompt(record))
+          one.prompts.append(_prompt(spec, context(record), record))
         else:
-          rows.append([self._continuation(record, text) for text in record.choices])
+          before = context(record)
+          one.rows.append([_continuation(spec, before, text) for text in record.choices])
       except ValueError as error:
         raise ValueError(f"{record.where}: {error}") from error
-    return Encoded(task, rows, prompts)
+    found.append(one)
+  return found
 
-  @functools.cached_property
-  def _template(self) -> chat_template.ChatTemplate:
-    return chat_template.load(self._spec.chat_template, self._spec.tokenizer)
 
-  def _rendered(self, messages: list[dict[str, Any]]) -> np.ndarray:
-    text = self._template.render(Conversation(messages), prompt=True)
-    return self._spec.tokenizer.encode_template(text)[0]
-
-  def _continuation(self, record: Record, text: str) -> Continuation:
-    coder, length = self._spec.tokenizer, self._spec.sequence_length
-    try:
-      if isinstance(record.context, str):
-        found = scoring.pair(coder, record.context, text, begin=self._spec.begins, length=length)
-      else:
-        found = scoring.after(coder, self._rendered(record.context), text, length=length)
-    except ValueError as error:
-      raise ValueError(f"{text[:60]!r}: {error}") from error
-    self._check(found.tokens)
-    return found
-
-  def _prompt(self, record: Record) -> FittedPrompt:
-    if isinstance(record.context, str):
-      [ids] = self._spec.encoded([record.context])
+def _continuation(spec: TextSpec, context: str | np.ndarray, text: str) -> Continuation:
+  coder, length = spec.tokenizer, spec.sequence_length
+  try:
+    if isinstance(context, str):
+      found = scoring.pair(coder, context, text, begin=spec.begins, length=length)
     else:
-      ids = self._rendered(record.context)
-    self._check(ids)
-    length, most = self._spec.sequence_length, record.max_new_tokens
-    return FittedPrompt.fitting(ids, length, most, until=record.until)
+      found = scoring.after(coder, context, text, length=length)
+  except ValueError as error:
+    raise ValueError(f"{text[:60]!r}: {error}") from error
+  _check(spec, found.tokens)
+  return found
 
-  def _check(self, tokens: np.ndarray) -> None:
-    if tokens.max(initial=0) >= self._spec.vocabulary_size:
-      raise ValueError(
-        f"it has token {tokens.max()}; the model has only tokens below "
-        f"model.vocabulary_size={self._spec.vocabulary_size}"
-      )
+
+def _prompt(spec: TextSpec, context: str | np.ndarray, record: Record) -> FittedPrompt:
+  ids = spec.encoded([context])[0] if isinstance(context, str) else context
+  _check(spec, ids)
+  most = record.max_new_tokens
+  return FittedPrompt.fitting(ids, spec.sequence_length, most, until=record.until)
+
+
+def _check(spec: TextSpec, tokens: np.ndarray) -> None:
+  if tokens.max(initial=0) >= spec.vocabulary_size:
+    raise ValueError(
+      f"it has token {tokens.max()}; the model has only tokens below "
+      f"model.vocabulary_size={spec.vocabulary_size}"
+    )
 
 
 def evaluate(
@@ -352,11 +357,7 @@ def evaluate(
   rows = [one for task in tasks for record in task.rows for one in record]
   scorer = Scorer(model)
   count = scorer.count(rows)
-
-  def continues(number: int) -> bool:
-    return before is None or before("scoring", number, count)
-
-  scores = scorer(rows, continues)
+  scores = scorer(rows, lambda number: before is None or before("scoring", number, count))
   if scores is None:
     return None
   results, left, generator = [], iter(scores), BatchGenerator(model)
@@ -382,15 +383,11 @@ def _scored(task: Encoded, scores: list[list[Score]]) -> Result:
     else:
       characters = [len(text) for text in record.choices]
       sizes = [len(text.encode()) for text in record.choices]
-      for name, divisors in (("acc", 1), ("acc_norm", characters), ("acc_bytes", sizes)):
+      for name, divisors in zip(METRICS[CHOICE], (1, characters, sizes), strict=True):
         sample[name] = int(np.argmax(values / np.array(divisors))) == record.answer
     samples.append(sample)
-  names = ("acc", "acc_norm", "acc_bytes")
-  if task.task.kind == LIKELIHOOD:
-    names = ("exact_match", "answer_loss")
-  metrics = {name: Metric.of([sample[name] for sample in samples]) for name in names}
   truncated = sum(any(score.truncated for score in found) for found in scores)
-  return Result(task.task, metrics, truncated, samples)
+  return Result(task.task, truncated, samples)
 
 
 def _generated(task: Encoded, texts: Sequence[str]) -> Result:
@@ -401,8 +398,7 @@ def _generated(task: Encoded, texts: Sequence[str]) -> Result:
     samples.append(
       {"where": record.where, "generated": text, "answer": answer, "exact_match": right}
     )
-  metrics = {"exact_match": Metric.of([sample["exact_match"] for sample in samples])}
-  return Result(task.task, metrics, sum(prompt.truncated > 0 for prompt in task.prompts), samples)
+  return Result(task.task, sum(prompt.truncated > 0 for prompt in task.prompts), samples)
 
 
 def extracted(record: Record, text: str) -> str:

@@ -197,7 +197,7 @@ def read(theirs: Any, where: str) -> Described:
     raise ValueError(f"{where} holds a {type(theirs).__name__}, not a JSON object")
   theirs = text_part(theirs)
   if wrong := [*forms.wrong(theirs, FORM)]:
-    raise ValueError(_cannot(where, wrong))
+    raise _refusal(where, wrong)
   model_type = theirs.get("model_type")
   if model_type not in FAMILIES:
     raise ValueError(_unknown_type(where, model_type))
@@ -228,7 +228,7 @@ def read(theirs: Any, where: str) -> Described:
   if not SIZE.fits(positions):
     wrong.append(f"{family.positions}={short(positions)}: {SIZE.name} is needed")
   if wrong:
-    raise ValueError(_cannot(where, [*dict.fromkeys(wrong)]))
+    raise _refusal(where, [*dict.fromkeys(wrong)])
   return Described(model_type, model, positions, block)
 
 
@@ -287,9 +287,9 @@ def write(ours: Ours, positions: int, model_type: str = "") -> dict[str, Any]:
     if not misses[name]:
       return found
   name = min(misses, key=lambda one: len(misses[one]))
-  lines = "\n".join(f"  {line}" for line in misses[name])
-  raise ValueError(
-    f"no model_type of transformers is this model; the nearest, {name!r}, cannot express:\n{lines}"
+  raise forms.refusal(
+    f"no model_type of transformers is this model; the nearest, {name!r}, cannot express:",
+    misses[name],
   )
 
 
@@ -380,9 +380,8 @@ def same_value(one: Any, two: Any) -> bool:
   return one == two
 
 
-def _cannot(where: str, wrong: list[str]) -> str:
-  lines = "\n".join(f"  {line}" for line in forms.first(wrong, _MOST_LINES))
-  return f"{where} describes a model that cannot be built:\n{lines}"
+def _refusal(where: str, wrong: list[str]) -> ValueError:
+  return forms.refusal(f"{where} describes a model that cannot be built:", wrong, _MOST_LINES)
 
 
 def _unknown_type(where: str, model_type: str | None) -> str:

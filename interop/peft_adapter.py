@@ -217,8 +217,7 @@ def read_config(location: str) -> Adapter:
   ]
   wrong += forms.first([*forms.wrong({"r": None, "lora_alpha": None, **given}, _FORM)], _NAMED)
   if wrong:
-    lines = "\n".join(f"  {line}" for line in wrong)
-    raise ValueError(f"{path} describes an adapter that cannot be read:\n{lines}")
+    raise forms.refusal(f"{path} describes an adapter that cannot be read:", wrong)
   return Adapter(
     folder,
     given["r"],
@@ -313,8 +312,8 @@ def read(adapter: Adapter, spec: DecoderSpec, model_type: str) -> dict[str, np.n
         part = dataclasses.replace(part, origin=origin)
       parts.setdefault(part.parameter, []).append((one, part))
   if wrong:
-    listed = "\n".join(f"  {line}" for line in forms.first(wrong, _NAMED))
-    raise ValueError(f"{KEY}={adapter.folder}: it is an adapter of another base:\n{listed}")
+    head = f"{KEY}={adapter.folder}: it is an adapter of another base:"
+    raise forms.refusal(head, wrong, _NAMED)
   source = read_weights.Source(adapter.folder, None, parts, sizes)
   found = {}
   with safetensors_file.Reader() as reader:

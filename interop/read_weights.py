@@ -83,8 +83,7 @@ def stored_tensors(folder: pathlib.Path, key: str) -> dict[str, Stored]:
     found.update(header)
   wrong += [f"{tensor} is not in {name}" for tensor, name in places.items() if tensor not in found]
   if wrong:
-    lines = "\n".join(f"  {line}" for line in forms.first(wrong, _NAMED))
-    raise ValueError(f"{folder / INDEX} does not fit the files beside it:\n{lines}")
+    raise forms.refusal(f"{folder / INDEX} does not fit the files beside it:", wrong, _NAMED)
   return found
 
 
@@ -331,14 +330,8 @@ def open_folder(location: str, spec: DecoderSpec, key: str) -> Source:
     )
   if wrong:
     count = f"{len(wrong)} {'thing differs' if len(wrong) == 1 else 'things differ'}"
-    lines = [
-      *wrong[:_MOST_LINES],
-      *([f"and {len(wrong) - _MOST_LINES} more"] if len(wrong) > _MOST_LINES else []),
-    ]
-    listed = "\n".join(f"  {line}" for line in lines)
-    raise ValueError(
-      f"{key}: the weights of {folder} are not those of the model ({count}):\n{listed}"
-    )
+    head = f"{key}: the weights of {folder} are not those of the model ({count}):"
+    raise forms.refusal(head, wrong, _MOST_LINES)
   parts: dict[str, list] = {}
   for name, tensor in found.tensors.items():
     for part in tensor.parts:

@@ -96,6 +96,11 @@ def first(lines: list[str], count: int) -> list[str]:
   return [*lines[:count], *([f"and {more:,} more"] if more > 0 else [])]
 
 
+def refusal(head: str, lines: list[str], most: int = MOST) -> ValueError:
+  """Returns an error with a line for each thing that is wrong, and at most so many of them."""
+  return ValueError("\n  ".join([head, *first(lines, most)]))
+
+
 def wrong(value: Any, form: Any, name: str = "") -> Iterator[str]:
   """Yields a text for each part of a value that has not its form.
 
