@@ -145,16 +145,10 @@ class Continuation:
     Raises:
       ValueError: it is no text of the tokenizer, or leaves no place in a row.
     """
-    spec = self._sampler.spec
-    [tokens] = spec.encoded([prompt])
-    if len(tokens) >= spec.sequence_length:
-      raise ValueError(
-        f"the prompt is {len(tokens):,} tokens long, and with at least one more it is to fit "
-        f"data.sequence_length={spec.sequence_length:,}; shorten it"
-      )
-    if (largest := int(tokens.max())) >= (known := spec.drawable):
-      raise ValueError(f"the prompt has token {largest}; the model knows those below {known}")
-    return tokens.tolist()
+    check(
+      self._sampler.spec, dataclasses.replace(self.settings, prompts=(prompt,), max_new_tokens=1)
+    )
+    return self._sampler.spec.encoded([prompt])[0].tolist()
 
   def __call__(self, prompt: str, write: Callable[[str], None], cut: Cut | None = None) -> bytes:
     """Returns what the model generates behind a prompt.

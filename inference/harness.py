@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inference import scoring
-from inference.sampler import BatchGenerator, FittedPrompt, TrainedModel
+from inference.request import Request
+from inference.sampler import BatchGenerator, TrainedModel, fitted
 from inference.scoring import Scorer
 from input_pipeline.text import chat_template as templates
 from input_pipeline.text.conversations import Conversation
@@ -104,9 +105,9 @@ class Harness:
 
   def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
     """Returns the continuation of each (context, settings), without the text that ends it."""
-    return self._generator([self._prompt(*one.args) for one in requests])
+    return self._generator([self._request(*one.args) for one in requests])
 
-  def _prompt(self, context: str, settings: Mapping[str, Any]) -> FittedPrompt:
+  def _request(self, context: str, settings: Mapping[str, Any]) -> Request:
     settings = dict(settings)
     until = settings.pop("until", None) or ()
     until = (until,) if isinstance(until, str) else tuple(text for text in until if text)
@@ -129,7 +130,7 @@ class Harness:
       ids = self._coder.encode_template(context)[0]
     else:
       [ids] = self._spec.encoded([context])
-    return FittedPrompt.fitting(ids, self._length, int(new), until=until, **sampling)
+    return fitted(ids, self._length, int(new), stop=until, **sampling)
 
   def _template(self) -> templates.ChatTemplate:
     return templates.load(self._spec.chat_template, self._coder)

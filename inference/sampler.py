@@ -18,7 +18,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -510,43 +510,26 @@ def doubled(length: int) -> list[int]:
   return found[::-1]
 
 
-@dataclasses.dataclass(frozen=True)
-class FittedPrompt:
-  """What is to be continued.
+def fitted(tokens: np.ndarray, length: int, max_new_tokens: int, **more: Any) -> Request:
+  """Returns a request for one prompt, cut on the left so that all fits a row; greedy by default.
 
-  Attributes:
-    tokens: at least one.
-    max_new_tokens: the most tokens drawn; they and the prompt fit a row.
-    until: texts; what is drawn ends before the first of them.
-    temperature: 0 takes the likeliest token; this and the next two as of `Request`.
-    top_k: 0 is off.
-    top_p: 1 is off.
-    truncated: how many tokens were cut off on the left.
+  Args:
+    tokens: of the prompt, at least one.
+    length: of a row, in tokens.
+    max_new_tokens: the most tokens drawn.
+    **more: further fields of the request; what is drawn ends before the first text of `stop`.
+
+  Raises:
+    ValueError: no token of the prompt would be left.
   """
-
-  tokens: tuple[int, ...]
-  max_new_tokens: int
-  until: tuple[str, ...] = ()
-  temperature: float = 0.0
-  top_k: int = 0
-  top_p: float = 1.0
-  truncated: int = 0
-
-  @classmethod
-  def fitting(cls, tokens: np.ndarray, length: int, max_new_tokens: int, **more: Any) -> Self:
-    """Returns a prompt cut on the left so that it and what is drawn fit a row of `length` tokens.
-
-    Raises:
-      ValueError: no token of it would be left.
-    """
-    fits = length - max_new_tokens
-    if fits < 1:
-      raise ValueError(
-        f"max_new_tokens={max_new_tokens} leaves no place for a prompt in a row of "
-        f"data.sequence_length={length}; raise that, or generate fewer tokens"
-      )
-    cut = max(0, len(tokens) - fits)
-    return cls(tuple(tokens[cut:].tolist()), max_new_tokens, truncated=cut, **more)
+  fits = length - max_new_tokens
+  if fits < 1:
+    raise ValueError(
+      f"max_new_tokens={max_new_tokens} leaves no place for a prompt in a row of "
+      f"data.sequence_length={length}; raise that, or generate fewer tokens"
+    )
+  prompt = tuple(tokens[-fits:].tolist())
+  return Request((prompt,), max_new_tokens, **{"temperature": 0.0, **more})
 
 
 class BatchGenerator:
@@ -561,35 +544,28 @@ class BatchGenerator:
     self._samplers: dict[tuple[int, int, int], Sampler] = {}
 
   def __call__(
-    self, prompts: Sequence[FittedPrompt], before: Callable[[int, int], bool] | None = None
+    self, requests: Sequence[Request], before: Callable[[int, int], bool] | None = None
   ) -> list[str] | None:
     """Returns the text drawn after each prompt; None if it was stopped.
 
-    All processes call it with the same prompts.
+    All processes call it with the same requests.
 
     Args:
-      prompts: the prompts.
+      requests: of `fitted`.
       before: called before each batch with its number, from 0, and their count; False stops.
     """
-    texts, rows = [""] * len(prompts), min(self._rows, len(prompts))
-    batches = list(self._batches(prompts, rows))
+    texts, rows = [""] * len(requests), min(self._rows, len(requests))
+    batches = list(self._batches(requests, rows))
     for number, (width, chosen) in enumerate(batches):
       if before is not None and not before(number, len(batches)):
         return None
-      one = prompts[chosen[0]]
-      request = Request(
-        tuple(prompts[row].tokens for row in chosen),
-        max_new_tokens=one.max_new_tokens,
-        temperature=one.temperature,
-        top_k=one.top_k,
-        top_p=one.top_p,
-        seed=number,  # draws depend on it and on the place in the batch
-        stop=one.until,
-      )
+      prompts = tuple(requests[row].prompts[0] for row in chosen)
+      # Draws depend on the seed and on the place in the batch.
+      request = dataclasses.replace(requests[chosen[0]], prompts=prompts, seed=number)
       sampler = self._sampler(request, width, rows)
       drawn = sampler(self._model.params, request, variables=self._model.variables)
       for row, found in zip(chosen, drawn, strict=True):
-        texts[row] = before_first(found.decode(errors="replace"), one.until)
+        texts[row] = before_first(found.decode(errors="replace"), request.stop)
     return texts
 
   def _sampler(self, request: Request, width: int, rows: int) -> Sampler:
@@ -598,22 +574,22 @@ class BatchGenerator:
       self._samplers[sizes] = Sampler(self._model.job, request, width, rows)
     return self._samplers[sizes]
 
-  def _batches(self, prompts: Sequence[FittedPrompt], size: int) -> Iterator[tuple[int, list[int]]]:
+  def _batches(self, requests: Sequence[Request], size: int) -> Iterator[tuple[int, list[int]]]:
     """Yields (width of the prompts, their numbers) of batches that differ in nothing else."""
     groups: dict[tuple, list[int]] = {}
     length = self._model.spec.sequence_length
-    for row, prompt in enumerate(prompts):
-      width = next(w for w in doubled(length) if w >= len(prompt.tokens))
-      alike = dataclasses.replace(prompt, tokens=(), truncated=0)
-      group = min(width, length - prompt.max_new_tokens), *dataclasses.astuple(alike)
+    for row, request in enumerate(requests):
+      width = next(w for w in doubled(length) if w >= len(request.prompts[0]))
+      alike = dataclasses.replace(request, prompts=())
+      group = min(width, length - request.max_new_tokens), *dataclasses.astuple(alike)
       groups.setdefault(group, []).append(row)
     for (width, *_), rows in sorted(groups.items()):
       for start in range(0, len(rows), size):
         yield width, rows[start : start + size]
 
 
-def before_first(text: str, until: Sequence[str]) -> str:
+def before_first(text: str, stop: Sequence[str]) -> str:
   """Returns a text without the first of these and what follows."""
-  for stop in until:
-    text = text.partition(stop)[0]
+  for one in stop:
+    text = text.partition(one)[0]
   return text

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from inference import scoring
-from inference.request import TextSpec
-from inference.sampler import BatchGenerator, FittedPrompt, TrainedModel
+from inference.request import Request, TextSpec
+from inference.sampler import BatchGenerator, TrainedModel, fitted
 from inference.scoring import Continuation, Score, Scorer
 from input_pipeline.text import chat_template, documents, files
 from input_pipeline.text.conversations import Conversation
@@ -269,11 +269,12 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-  """A task as tokens: of each record its continuations, or its prompt."""
+  """A task as tokens: of each record its continuations, or its prompt, and whether that was cut."""
 
   task: Task
-  rows: list[list[Continuation]]
-  prompts: list[FittedPrompt]
+  rows: list[list[Continuation]] = dataclasses.field(default_factory=list)
+  requests: list[Request] = dataclasses.field(default_factory=list)
+  truncated: list[bool] = dataclasses.field(default_factory=list)
 
 
 def encode(spec: TextSpec, tasks: Sequence[Task]) -> list[Encoded]:
@@ -293,26 +294,27 @@ def encode(spec: TextSpec, tasks: Sequence[Task]) -> list[Encoded]:
   def template() -> chat_template.ChatTemplate:
     return chat_template.load(spec.chat_template, spec.tokenizer)
 
-  def context(record: Record) -> str | np.ndarray:
-    """Returns the text; of messages, their tokens."""
-    if isinstance(record.context, str):
-      return record.context
-    text = template().render(Conversation(record.context), prompt=True)
-    return spec.tokenizer.encode_template(text)[0]
+  def add(record: Record, to: Encoded) -> None:
+    context = record.context
+    if not isinstance(context, str):
+      text = template().render(Conversation(context), prompt=True)
+      context = spec.tokenizer.encode_template(text)[0]
+    if record.kind != GENERATION:
+      to.rows.append([_continuation(spec, context, text) for text in record.choices])
+      return
+    ids = spec.encoded([context])[0] if isinstance(context, str) else context
+    _check(spec, ids)
+    one = fitted(ids, spec.sequence_length, record.max_new_tokens, stop=record.until)
+    to.requests.append(one)
+    to.truncated.append(len(one.prompts[0]) < len(ids))
 
-  found = []
-  for task in tasks:
-    one = Encoded(task, [], [])
-    for record in task.records:
+  found = [Encoded(task) for task in tasks]
+  for one in found:
+    for record in one.task.records:
       try:
-        if task.kind == GENERATION:
-          one.prompts.append(_prompt(spec, context(record), record))
-        else:
-          before = context(record)
-          one.rows.append([_continuation(spec, before, text) for text in record.choices])
+        add(record, one)
       except ValueError as error:
         raise ValueError(f"{record.where}: {error}") from error
-    found.append(one)
   return found
 
 
@@ -327,13 +329,6 @@ def _continuation(spec: TextSpec, context: str | np.ndarray, text: str) -> Conti
     raise ValueError(f"{text[:60]!r}: {error}") from error
   _check(spec, found.tokens)
   return found
-
-
-def _prompt(spec: TextSpec, context: str | np.ndarray, record: Record) -> FittedPrompt:
-  ids = spec.encoded([context])[0] if isinstance(context, str) else context
-  _check(spec, ids)
-  most = record.max_new_tokens
-  return FittedPrompt.fitting(ids, spec.sequence_length, most, until=record.until)
 
 
 def _check(spec: TextSpec, tokens: np.ndarray) -> None:
@@ -364,7 +359,7 @@ def evaluate(
   for task in tasks:
     if task.task.kind == GENERATION:
       what = f"generating for {task.task.name}"
-      texts = generator(task.prompts, before and functools.partial(before, what))
+      texts = generator(task.requests, before and functools.partial(before, what))
       if texts is None:
         return None
       results.append(_generated(task, texts))
@@ -398,7 +393,7 @@ def _generated(task: Encoded, texts: Sequence[str]) -> Result:
     samples.append(
       {"where": record.where, "generated": text, "answer": answer, "exact_match": right}
     )
-  return Result(task.task, sum(prompt.truncated > 0 for prompt in task.prompts), samples)
+  return Result(task.task, sum(task.truncated), samples)
 
 
 def extracted(record: Record, text: str) -> str:

@@ -32,13 +32,9 @@ _COPY, _STATE = "tokenizer", "state"  # of a checkpoint, as integrity.py names t
 
 def is_model(location: str | os.PathLike) -> bool:
   """Returns whether a location is a model folder, and not the workdir of a run."""
-  location = os.fspath(location)
-  if location.startswith(_HUB):
+  if os.fspath(location).startswith(_HUB):
     return True
-  if not location or "://" in location:
-    return False
-  folder = pathlib.Path(location).expanduser()
-  if not folder.is_dir():
+  if (folder := _existing(location)) is None:
     return False
   if any((folder / name).exists() for name in (SINGLE, INDEX, ADAPTER)):
     return True
@@ -51,11 +47,16 @@ def is_model(location: str | os.PathLike) -> bool:
 
 def is_adapter(location: str | os.PathLike) -> bool:
   """Returns whether a location is the folder of an adapter, which has no weights of its base."""
-  location = os.fspath(location)
-  if not location or "://" in location:
+  if (folder := _existing(location)) is None:
     return False
-  folder = pathlib.Path(location).expanduser()
   return (folder / ADAPTER).exists() and not any((folder / one).exists() for one in (SINGLE, INDEX))
+
+
+def _existing(location: str | os.PathLike) -> pathlib.Path | None:
+  """Returns a folder on this machine, if a location is one."""
+  location = os.fspath(location)
+  folder = pathlib.Path(location).expanduser()
+  return folder if location and "://" not in location and folder.is_dir() else None
 
 
 def is_copy(folder: pathlib.Path) -> bool:

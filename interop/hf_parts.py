@@ -746,18 +746,13 @@ def _read_sparse_layers(theirs: Theirs) -> dict[str, Any]:
       f"{_STEP}={step}, {_LISTED}={short(listed)}: none of the {layers} layers has experts; such a "
       f"model is of type 'qwen3'"
     )
-  for dense in range(layers):
-    for every in range(1, layers - dense + 1):
-      found = {"dense_layers": dense, "sparse_every": every, "mlp_only_layers": ()}
-      if sparse_of({**found, "experts": 1, "layers": layers}) == sparse:
-        return found
-  return {"mlp_only_layers": tuple(layer for layer, one in enumerate(sparse) if not one)}
+  return {"sparse_every": step, "mlp_only_layers": tuple(n for n in listed if n < layers)}
 
 
 def _write_sparse_layers(model: Ours) -> dict[str, Any]:
-  dense = [layer for layer, one in enumerate(sparse_of(model)) if not one]
-  even = not model["dense_layers"] and not model["mlp_only_layers"]
-  return {_STEP: model["sparse_every"] if even else 1, _LISTED: [] if even else dense}
+  if not model["dense_layers"]:
+    return {_STEP: model["sparse_every"], _LISTED: [*model["mlp_only_layers"]]}
+  return {_STEP: 1, _LISTED: [layer for layer, one in enumerate(sparse_of(model)) if not one]}
 
 
 SPARSE_LAYERS = Part((_STEP, _LISTED), _read_sparse_layers, _write_sparse_layers)

@@ -184,9 +184,9 @@ def test_a_text_ends_by_a_cut_at_a_stop_text_and_where_the_row_is_full(continuat
 
 
 def test_what_does_not_fit_is_refused(model, continuation):
-  with pytest.raises(ValueError, match=r"40 tokens long.*data.sequence_length=40; shorten"):
+  with pytest.raises(ValueError, match=r"40 tokens .*sequence_length=40, .*the prompt to 39"):
     continuation("0" * 40, print)
-  with pytest.raises(ValueError, match="the prompt has token 122; the model knows those below 61"):
+  with pytest.raises(ValueError, match=r"has byte 122 at position 0; .*vocabulary_size=61"):
     continuation("z", print)
   with pytest.raises(ValueError, match="top_k=-1"):
     Continuation(model, dataclasses.replace(SETTINGS, top_k=-1))

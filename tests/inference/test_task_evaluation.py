@@ -202,9 +202,7 @@ def test_the_metrics_are_those_of_the_log_likelihoods(model):
 def test_bytes_and_characters_differ():
   record = Record("x", CHOICE, "", ("aaaa", "éé"), 0)
   found = [task_evaluation.Score(value, False, 0) for value in (-3.9, -2.0)]
-  [sample] = task_evaluation._scored(
-    Encoded(Task("t", "t", CHOICE, [record]), [], []), [found]
-  ).samples
+  [sample] = task_evaluation._scored(Encoded(Task("t", "t", CHOICE, [record])), [found]).samples
   # Per character -0.98 and -1.0, per byte -0.98 and -0.5.
   assert (sample["acc"], sample["acc_norm"], sample["acc_bytes"]) == (False, True, False)
 
@@ -229,8 +227,8 @@ def test_generated_answers_are_those_of_greedy_sampling(model):
   assert [sample["generated"] for sample in result.samples] == [*alone, alone[0][0]]
   assert result.metrics["exact_match"].value == 4 / 5
   assert result.truncated == 1
-  prompts = encode(model.spec, [given])[0].prompts
-  assert BatchGenerator(model)(prompts, lambda number, count: number < 1) is None
+  requests = encode(model.spec, [given])[0].requests
+  assert BatchGenerator(model)(requests, lambda number, count: number < 1) is None
 
 
 def test_a_pattern_takes_the_answer_out_of_the_text():

@@ -465,23 +465,26 @@ def test_gpt_oss_positions_are_scaled_where_a_file_says_nothing():
 
 
 @pytest.mark.parametrize(
-  ("keys", "found"),
+  ("keys", "sparse"),
   [
-    ({}, (0, 1)),
-    ({"decoder_sparse_step": 3}, (0, 3)),
-    ({"mlp_only_layers": [0, 1]}, (2, 1)),
-    ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1]}, (2, 2)),
-    ({"num_hidden_layers": 3, "decoder_sparse_step": 2}, (0, 2)),
-    ({"mlp_only_layers": [1, 4]}, (0, 1, 1, 4)),
-    ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (0, 1, 0, 2, 3, 4)),
+    ({}, (0, 1, 2, 3, 4, 5)),
+    ({"decoder_sparse_step": 3}, (2, 5)),
+    ({"mlp_only_layers": [0, 1]}, (2, 3, 4, 5)),
+    ({"decoder_sparse_step": 2, "mlp_only_layers": [3, 9]}, (1, 5)),
+    ({"num_hidden_layers": 3, "decoder_sparse_step": 2}, (1,)),
   ],
 )
-def test_layers_without_experts(keys, found):
+def test_layers_without_experts(keys, sparse):
   model = of(QWEN, **keys)
-  assert (model["dense_layers"], model["sparse_every"], *model["mlp_only_layers"]) == found
-  back = hf_config.write({**model, "head_size": 4}, 32, "qwen3_moe")
-  again = of(back)
+  assert [layer for layer, one in enumerate(hf_parts.sparse_of(model)) if one] == [*sparse]
+  again = of(hf_config.write({**model, "head_size": 4}, 32, "qwen3_moe"))
   assert hf_parts.sparse_of(again) == hf_parts.sparse_of(model)
+
+
+def test_layers_behind_dense_ones_are_listed():
+  model = {**of(QWEN), "head_size": 4, "dense_layers": 2, "sparse_every": 3}
+  back = hf_config.write(model, 32, "qwen3_moe")
+  assert (back["decoder_sparse_step"], back["mlp_only_layers"]) == (1, [0, 1, 2, 3, 5])
 
 
 def test_shared_experts_of_a_width_between_two_are_not_written():
