@@ -12,8 +12,8 @@ from jax.sharding import SingleDeviceSharding
 
 from input_pipeline.batches import EvaluationBatches
 from input_pipeline.mixture import combine
-from input_pipeline.order import Part
 from input_pipeline.row_source import array_source
+from input_pipeline.source import Part
 from processes.preemption import StopRequest
 from tests.training import runs
 from tests.training.runs import BATCH, STEPS, saved, source, train
