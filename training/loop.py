@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from input_pipeline.batches import Prefetcher
 from input_pipeline.ramp import Shape
 from models import model_spec
-from processes.coordination import Lockstep, current
+from processes.coordination import Lockstep
 from processes.watchdog import ENDING, EVALUATION, SAVING, STARTING, Watchdog
 from runtime import collectives
 from runtime.units import clock
@@ -29,7 +29,7 @@ from training.checkpointing.checkpointer import Checkpointer
 from training.evaluation import Evaluation, Evaluator
 from training.metrics.console import ProgressLine, Waiting, say, say_wrapped, warn
 from training.metrics.goodput import Goodput
-from training.metrics.log_lines import FILE, LogSchedule, MetricsWriter
+from training.metrics.log_lines import FILE, LINES, MetricsWriter
 from training.metrics.reader import (
   DebugNans,
   MetricsReader,
@@ -141,8 +141,6 @@ class Run:
     start.checkpointer.on_commit = observer.saved
     self._saver = Saver(start.checkpointer, resume_policy.plain(config), watch, start.step)
     self._bad_steps = BadSteps(config.training, config.data, start.known, start.step)
-    every = config.metrics.every_steps, config.evaluation.every_steps
-    self._schedule = LogSchedule(*every, start.known, start.step)
     self._lockstep = Lockstep(watch.group, watch.stop)
     # On simulated devices at most one step is in flight: more can deadlock in a rendezvous.
     # On accelerators metrics are read a step late, so that the device never waits for the host.
@@ -166,7 +164,7 @@ class Run:
     self._goodput = Goodput(started, self._writer.times)
     self._meter, self._measuring = Meter(job.batches, model_spec(config), job.mesh), False
     self._train_steps = TrainSteps(job.compile_train_step, job.batches, job.mesh)
-    if current().first and self.done and (lost := self._writer.lost(self._schedule, self.done)):
+    if lost := self._writer.lost(start.known):
       where = workdir / FILE
       warn(f"{where} has lost lines of finished steps: {lost}; training continues without them")
     if self._goodput.doubt:
@@ -321,7 +319,6 @@ class Run:
       self._progress.note(self._bad_steps.text())
     self.done = made.step
     self._saver.roll_back(self.done)
-    self._schedule.roll_back(self.done)
     self._meter.back(bad.step, self.done)
     self._writer.roll_back(self.done, len(self._bad_steps.rollbacks), made.line())
     self._goodput.undo(self._writer.times)
@@ -375,7 +372,7 @@ class Run:
     ranked_by = {}
     if evaluation is not None and self._config.checkpoint.keep_best:
       ranked_by = evaluation.compared(self._data.evaluation.source.fingerprint)
-    record = {**self._start.record, **self._bad_steps.record(), **self._schedule.record()}
+    record = {**self._start.record, **self._bad_steps.record(), LINES: dict(self._writer.lines)}
     self._saver.phase(f"saving step {self.done}")
     self._replicas.before_save(self.done, self.state)
     self._saver.save(self.done, self._start.saved_part(self.state), record, **ranked_by)

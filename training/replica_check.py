@@ -8,6 +8,7 @@ compared.
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -155,15 +156,14 @@ class Copies:
 
   def __init__(self, leaves: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh):
     """Picks, of these arrays, those that are replicated; all are on this mesh."""
-    groups = {name: holders(leaf.sharding, leaf.shape) for name, leaf in leaves.items()}
-    self.leaves = {name: leaf for name, leaf in leaves.items() if groups[name]}
-    self._groups = [groups[name] for name in self.leaves]
-    self._rows = {device: row for row, device in enumerate(mesh.devices.flat)}
-    # For each device the row to compare with: that of the first device with the same shard.
-    self._first = np.tile(np.arange(mesh.size)[:, None], (1, len(self.leaves)))
-    for column, parts in enumerate(self._groups):
-      for devices in parts:
-        self._first[[self._rows[d] for d in devices], column] = self._rows[devices[0]]
+    found = {name: holders(leaf.sharding, leaf.shape) for name, leaf in leaves.items()}
+    self.leaves = {name: leaf for name, leaf in leaves.items() if found[name]}
+    rows = {device: row for row, device in enumerate(mesh.devices.flat)}
+    # Of each array (devices with the same shard, their rows).
+    self._groups = [
+      [(devices, [rows[device] for device in devices]) for devices in found[name]]
+      for name in self.leaves
+    ]
 
   def differences(self, digests: np.ndarray) -> list[Difference]:
     """Compares the digests of replicas; returns those that differ.
@@ -171,25 +171,21 @@ class Copies:
     Args:
       digests: uint32 [device of the mesh, array], of `digest_program`.
     """
-    same = np.take_along_axis(digests, self._first, 0) == digests
-    names, columns = list(self.leaves), np.flatnonzero(~same.all(0))
-    return [
-      difference
-      for column in columns
-      for devices in self._groups[column]
-      if (difference := self._difference(names[column], devices, digests[:, column]))
-    ]
-
-  def _difference(
-    self, name: str, devices: Sequence[jax.Device], digests: np.ndarray
-  ) -> Difference | None:
-    values = {device: int(digests[self._rows[device]]) for device in devices}
-    ranked = collections.Counter(values.values()).most_common(2)
-    if len(ranked) == 1:
-      return None
-    (most, count), (_, next_count) = ranked
-    right = [d for d, value in values.items() if value == most and count > next_count]
-    return Difference(name, tuple(d for d in devices if d not in right), tuple(right))
+    differing = []
+    for name, groups, column in zip(self.leaves, self._groups, digests.T, strict=True):
+      for devices, rows in groups:
+        values = column[rows].tolist()
+        ranked = collections.Counter(values).most_common(2)
+        if len(ranked) == 1:
+          continue
+        (most, count), (_, next_count) = ranked
+        is_right = [value == most and count > next_count for value in values]
+        sides = (
+          tuple(itertools.compress(devices, (one == side for one in is_right)))
+          for side in (False, True)
+        )
+        differing.append(Difference(name, *sides))
+    return differing
 
 
 # ------------------------------ the check of a run ------------------------------

@@ -533,7 +533,7 @@ RECORD_FORM = {
     "rollbacks": [Exactly({"bad_step": COUNT, "why": TEXT, "step": COUNT, **_SKIPPED})],
     "losses": [NUMBER],
   },
-  log_lines.SCHEDULES: [(COUNT, COUNT, COUNT)],
+  log_lines.LINES: {"steps": COUNT, "evaluations": COUNT},
 }
 
 

@@ -55,7 +55,7 @@ MALFORMED = {
     True,
     "bad_steps.rollbacks[0].step: an integer is expected, and true is there",
   ),
-  "logged/0": ([1, 2], "logged[0]: a list of 3 is expected, and [1, 2] is there"),
+  "lines/steps": (-1, "lines.steps: an integer is expected, and -1 is there"),
   "base": ({"folder": "x"}, "base: the keys folder, step, dtype, digest are expected, and folder"),
   "metrics": ({"eval_loss": "x" * 99}, 'metrics.eval_loss: a number is expected, and "xxx'),
 }

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: its lines, its file, which lines it should have, and what writes them.
+"""`metrics.jsonl`: its lines, its file, and what writes them.
 
 A file system, an editor or an interrupted copy may leave anything in the file. A valid line is a
 JSON object in UTF-8 with a `step`. A last line that was cut short by a kill is dropped silently:
@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import errno
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -34,6 +34,8 @@ _OF_TIMES = Needs(
 EXAMPLES, SHARE = "eval_examples", "eval_share"
 WHOLE_SPLIT = "the whole split"
 _BEGINS = b'{"step": '  # every line that is written
+LINES = "lines"  # of a checkpoint's record
+_COUNTED = {"steps": "loss", "evaluations": "eval_loss"}  # kinds of lines that it counts, by a key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,101 +220,6 @@ class LogFile:
       self.waiting = ""
 
 
-# ------------------------------ which lines there should be ------------------------------
-
-# `metrics.every_steps` and `evaluation.every_steps` may change when a run resumes, so each
-# checkpoint's record has their values and from which step on they applied. A line that was due and
-# is missing was lost after it was written: lines are written before their step is saved.
-SCHEDULES = "logged"  # of a checkpoint's record
-_NAMED = 5  # so many steps are named in a message
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-  """The schedules from a step on.
-
-  Attributes:
-    first: the first step that they apply to.
-    metrics: of metrics.every_steps.
-    evaluation: of evaluation.every_steps.
-  """
-
-  first: int
-  metrics: int
-  evaluation: int
-
-
-class LogSchedule:
-  """The schedules of a run over all its starts."""
-
-  def __init__(self, metrics: int, evaluation: int, record: Mapping[str, Any], done: int):
-    """Continues those of a checkpoint's record ({} without a checkpoint) after `done` steps.
-
-    If a record has none, it is not known what was logged, and no line counts as missing.
-
-    Args:
-      metrics: `metrics.every_steps`.
-      evaluation: `evaluation.every_steps`.
-      record: of the checkpoint.
-      done: finished steps.
-    """
-    self._now = (metrics, evaluation)
-    self._spans = tuple(Span(*values) for values in record.get(SCHEDULES, ()))
-    self.roll_back(done)
-
-  def roll_back(self, done: int) -> None:
-    """Continues after step `done`."""
-    kept = [span for span in self._spans if span.first <= done]
-    if not kept or (kept[-1].metrics, kept[-1].evaluation) != self._now:
-      kept.append(Span(done + 1, *self._now))
-    self._spans = tuple(kept)
-
-  def record(self) -> dict[str, Any]:
-    """Returns its part of a checkpoint's record."""
-    return {SCHEDULES: [list(dataclasses.astuple(span)) for span in self._spans]}
-
-  def missing(
-    self, done: int, steps: Collection[int], evaluations: Collection[int]
-  ) -> tuple[list[int], list[int]]:
-    """Returns the finished steps, and the evaluations after them, whose lines are missing.
-
-    Args:
-      done: number of finished steps. The evaluation after the last one may not have been made yet.
-      steps: the steps that have a line.
-      evaluations: the steps whose evaluation has a line.
-    """
-    made, evaluated = [], []
-    for span, end in self._ends(done):
-      made += [s for s in _multiples(span.metrics, span.first, end) if s not in steps]
-      if span.first == 1 <= done and 1 not in steps and 1 not in made:
-        made.insert(0, 1)  # the first step is logged whatever the schedule
-      evaluated += [
-        s for s in _multiples(span.evaluation, span.first, end) if s < done and s not in evaluations
-      ]
-    return made, evaluated
-
-  def _ends(self, done: int) -> Iterator[tuple[Span, int]]:
-    """Yields each span with its last finished step."""
-    for span, after in zip(self._spans, [*self._spans[1:], None], strict=True):
-      yield span, done if after is None else min(done, after.first - 1)
-
-
-def _multiples(every: int, first: int, last: int) -> range:
-  """Returns the multiples of `every` from `first` to `last`; none where it is 0."""
-  return range(-(-first // every) * every, last + 1, every) if every > 0 else range(0)
-
-
-def missing_text(missing: tuple[Sequence[int], Sequence[int]]) -> str:
-  """Returns what is missing in words; "" if nothing is."""
-  parts = [
-    f"{len(found)} of {what} ({', '.join(map(str, found[:_NAMED]))}"
-    f"{', ...' if len(found) > _NAMED else ''})"
-    for found, what in zip(missing, ("steps", "evaluations"), strict=True)
-    if found
-  ]
-  return " and ".join(parts)
-
-
 # ------------------------------ the writer ------------------------------
 
 
@@ -330,6 +237,8 @@ class MetricsWriter:
   Attributes:
     times: the newest valid line about goodput; None if there is none, and on processes that do not
       write.
+    lines: how many lines there are about steps and about evaluations. A checkpoint's record has
+      them: lines are written before their step is saved, so those that are missing were lost.
   """
 
   def __init__(
@@ -356,6 +265,7 @@ class MetricsWriter:
     self._lines = LogFile(workdir / FILE, self._owner.require)
     self._damaged = LogFile(workdir / DAMAGED, self._owner.require)
     self._board, self._boards, self.times = None, 0, None
+    self.lines = dict.fromkeys(_COUNTED, 0)
     self._workdir, self._tensorboard = workdir, tensorboard
     self._sinks = sinks() if sinks is not None and current().first else None
     self._scalars: list[tuple[str, float, int]] = []  # for the board, while the disk is full
@@ -398,6 +308,8 @@ class MetricsWriter:
     self._lines.replace(line.raw for line in kept)
     times = [line.values for line in kept if TIMES in line.values]
     self.times = times[-1] if times else None
+    for what, key in _COUNTED.items():
+      self.lines[what] = sum(key in line.values for line in kept)
     if self._tensorboard:
       self._open_board(step + 1, rollbacks + len(more))
 
@@ -444,18 +356,26 @@ class MetricsWriter:
     for name, value, number in due:
       self._board.add_scalar(name, value, number)
 
-  def lost(self, schedule: LogSchedule, done: int) -> str:
-    """Returns which lines of the first `done` steps are missing, in words; "" if none are."""
-    lines, _ = split(self._lines.read())
-    keys = ("loss", "eval_loss")
-    there = ({x.values["step"] for x in lines if key in x.values} for key in keys)
-    return missing_text(schedule.missing(done, *there))
+  def lost(self, record: Mapping[str, Any]) -> str:
+    """Returns how many lines of finished steps are missing, in words; "" if none are known to be.
+
+    Args:
+      record: of the checkpoint that the run resumes from; {} without one.
+    """
+    known = record.get(LINES, {}) if current().first else {}
+    return " and ".join(
+      f"{count - self.lines[what]} of {count} about {what}"
+      for what, count in known.items()
+      if count > self.lines[what]
+    )
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Writes one line; Python writes floats so that they read back to the same bits."""
     if not current().first:
       return
     self._append({"step": step, **values})
+    for what, key in _COUNTED.items():
+      self.lines[what] += key in values
     self._show(step, values)
     if self._sinks is not None:
       self._sinks.write(step, values)
