@@ -34,7 +34,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import humanize
 import jax
 import orbax.checkpoint as ocp
 from absl import logging as absl_logging
@@ -44,7 +43,15 @@ from processes.workdir_lease import Ownership
 from runtime import files
 from training.checkpointing import integrity
 from training.checkpointing.consensus import ElsewhereError, Together
-from training.checkpointing.integrity import CONFIG, RECORD, REMOVING, SAVING, STATE, TOKENIZER
+from training.checkpointing.integrity import (
+  CONFIG,
+  RECORD,
+  REMOVING,
+  SAVING,
+  STATE,
+  TOKENIZER,
+  one_line,
+)
 
 # ------------------------------ Orbax's log lines ------------------------------
 
@@ -157,8 +164,6 @@ class EarlyChecksums:
 # Processes that hold copies of an array share the writing of it in slices of at least this size.
 SLICE_BYTES = 2**23
 _OWNER = re.compile(r"\.process_(\d+)/")  # the folder of what one process has written
-# The settings of an array in TensorStore's errors, a page of JSON.
-_SETTINGS = re.compile(r" \[tensorstore_spec='.*?'\](?= \[|$)")
 # Timeout of a save, and of the barriers between its stages. It is never reached, however slow the
 # disk is: the watchdog ends a run whose `progress` has not changed for too long.
 PATIENCE_SECONDS = 7 * 24 * 3600
@@ -485,24 +490,17 @@ def room(folder: epath.Path, needed: int) -> str:
   Checked before Orbax starts: it would copy the arrays first, and if it cannot create a folder, the
   other processes wait for minutes.
   """
-  if "://" in str(folder):  # a bucket has no size
-    return ""
   try:
-    disk = os.statvfs(folder)
-    free = disk.f_bavail * disk.f_frsize
-    if free < needed:
-      sizes = [humanize.naturalsize(size, binary=True) for size in (free, needed)]
-      return f"{sizes[0]} free there, and a checkpoint needs {sizes[1]}"
-    probe = folder / f"0{SAVING}-{secrets.token_hex(4)}"
-    probe.mkdir()
-    probe.rmdir()
-  except OSError as error:
+    files.require_space(folder, needed, "a checkpoint", "give another --workdir")
+    if files.is_local(folder):
+      probe = folder / f"0{SAVING}-{secrets.token_hex(4)}"
+      probe.mkdir()
+      probe.rmdir()
+  except (OSError, ValueError) as error:
     return reason(error)
   return ""
 
 
 def reason(error: BaseException) -> str:
-  """Returns the message of an error in one line, without the settings of its array."""
-  text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-  text = _SETTINGS.sub("", text)
-  return text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
+  """Returns the message of an error of a save, in one line."""
+  return one_line(error, most=1000)

@@ -437,12 +437,14 @@ def _check_marks(path: epath.Path) -> None:
     raise UnreadableError(f"{STEP_METADATA}: {one_line(error)}") from error
 
 
-def one_line(error: BaseException) -> str:
-  """Returns the beginning of an error's message: one line of at most 300 characters."""
-  while error.__cause__ is not None:
-    error = error.__cause__
-  text = " ".join(f"{type(error).__name__}: {error}".split()).partition(" [tensorstore_spec=")[0]
-  return text if len(text) <= 300 else f"{text[:300]}..."
+# The settings of an array in TensorStore's errors, a page of JSON.
+_SETTINGS = re.compile(r" \[tensorstore_spec='.*?'\](?= \[|$)")
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+  """Returns the message of an error, in one line of about as many characters at most."""
+  text = _SETTINGS.sub("", " ".join(f"{type(error).__name__}: {error}".split()))
+  return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 # ------------------------------ entries of a folder of checkpoints ------------------------------

@@ -328,4 +328,7 @@ def _from_orbax(path: epath.Path, read: Callable[[epath.Path], Any]) -> Any:
   except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
     raise
   except Exception as error:  # of any kind; what is let through is listed above
-    raise UnreadableError(f"{STATE}: {one_line(error)}") from error
+    cause = error
+    while cause.__cause__ is not None:
+      cause = cause.__cause__
+    raise UnreadableError(f"{STATE}: {one_line(cause)}") from error

@@ -10,6 +10,7 @@ import types
 
 import pytest
 
+from runtime import files
 from tests.training.checkpointing.states import (
   CONFIG,
   RECORD,
@@ -138,15 +139,13 @@ def test_a_failed_last_save_ends_the_with_block(tmp_path):
 
 
 def test_without_disk_space_no_save_is_started(tmp_path, monkeypatch):
-  disk = types.SimpleNamespace(f_bavail=5, f_frsize=4096)
+  disk = types.SimpleNamespace(free=5 * 4096, total=2**30)
   with Checkpointer(tmp_path, keep=2) as checkpointer:
     save_counting(checkpointer, 1)
     with monkeypatch.context() as patch:
-      patch.setattr(async_writer.os, "statvfs", lambda path: disk)
+      patch.setattr(files.shutil, "disk_usage", lambda path: disk)
       patch.setattr(async_writer.ocp.AsyncCheckpointer, "save", full_memory)  # is not called
-      with pytest.raises(
-        SaveError, match=r"20\.0 KiB free there, and a checkpoint needs 24\.4 KiB"
-      ):
+      with pytest.raises(SaveError, match=r"20\.0 KiB free, and a checkpoint needs 24\.4 KiB"):
         checkpointer.save(2, counting_tree(2), config=CONFIG, record=RECORD)
     with monkeypatch.context() as patch:
       patch.setattr(async_writer.epath.Path, "mkdir", full, raising=False)
