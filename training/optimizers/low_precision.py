@@ -270,17 +270,14 @@ def stored_narrow(
   In an update they are decoded to float32, and rounded stochastically at its end.
 
   Args:
-    spec: with `state_dtype`.
+    spec: with `state_dtype`, bfloat16 or int8.
     optimizer: computes in the dtype of the parameters that it is given.
     params: nested dict of float32 arrays or ShapeDtypeStructs.
 
   Raises:
     ValueError: it has no state to which this applies.
   """
-  dtype = spec.state_dtype
-  if dtype in ("float32", "float64"):
-    return optimizer
-  dims = _dims(spec, params)
+  dtype, dims = spec.state_dtype, _dims(spec, params)
   which = functools.partial(_moments, optimizer.init, dims=dims, in_blocks=dtype == "int8")
   if not which(params) and dtype != spec.parameter_dtype:
     raise ValueError(_none_text(spec, optimizer, params))
@@ -288,16 +285,16 @@ def stored_narrow(
   def encoded(tree: Any, stored: Stored, count: jax.Array) -> Any:
     key = rounding_key(spec.seed, count)
 
-    def one(path: Any, leaf: jax.Array) -> Any:
-      name = tuple(jax.tree_util.keystr((part,), simple=True) for part in path)
-      if name not in stored:
+    def one(path: Path, leaf: jax.Array) -> Any:
+      if path not in stored:
         return leaf
-      words = rounding_words(key, "/".join(name), leaf.shape)
-      if (block := stored[name]) is None:
+      words = rounding_words(key, "/".join(path), leaf.shape)
+      if (block := stored[path]) is None:
         return to_bfloat16(leaf, words)
       return encode_blocks(leaf, block, words)
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    leaves = leaves_by_path(tree)
+    return jax.tree.unflatten(jax.tree.structure(tree), [one(*item) for item in leaves.items()])
 
   def init(params: Any) -> NarrowState:
     count = jnp.zeros((), jnp.int32)

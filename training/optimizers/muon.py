@@ -76,18 +76,20 @@ class HiddenMatrices:
     placements, _ = place_parameters(tree, *given)
     return {name: placement.spec for name, placement in placements.items()}
 
-  def groups(self, params: Any, sizes: Mapping[str, int], *, per_head: bool = False) -> list[Group]:
-    """Returns the matrices as the devices of a mesh share them.
+  def groups(
+    self, params: Any, matrices: Mapping[str, Matrix], sizes: Mapping[str, int], **how: bool
+  ) -> list[Group]:
+    """Returns the matrices of some parameters as the devices of a mesh share them.
 
     Args:
       params: a tree of the trained parameters, arrays or ShapeDtypeStructs.
+      matrices: name -> those of a parameter.
       sizes: mesh axis -> size.
-      per_head: as in `of`.
+      **how: as of `grouped`.
     """
     leaves = named_leaves(params)
-    matrices = self.of(leaves, per_head=per_head)
     shapes = {name: leaves[name].shape for name in matrices}
-    return grouped(shapes, matrices, self.specs(params, sizes), sizes)
+    return grouped(shapes, matrices, self.specs(params, sizes), sizes, **how)
 
   def refuse_none(self, names: Iterable[str]) -> None:
     """Raises ValueError if none of the parameters is a hidden kernel."""
@@ -140,12 +142,8 @@ def beside_adamw(
   label: str,
   matrices: Callable[[Any], Collection[str]],
   learning_rate: optax.ScalarOrSchedule,
-  *,
-  b1: float,
-  b2: float,
-  eps: float,
-  weight_decay: float,
-  mask: Any,
+  adam: tuple[float, float, float],
+  decay: tuple[float, Any],
 ) -> optax.GradientTransformation:
   """Returns an optimizer of some parameters, and AdamW for all others.
 
@@ -154,11 +152,8 @@ def beside_adamw(
     label: of their state.
     matrices: a tree of parameters -> the names of those that it is for.
     learning_rate: of both.
-    b1: of AdamW's first moment.
-    b2: of AdamW's second moment.
-    eps: of AdamW.
-    weight_decay: of both, decoupled, times the learning rate.
-    mask: parameters -> which of them decay.
+    adam: AdamW's decays of both moments, and its epsilon.
+    decay: of both: the weight decay, decoupled, times the learning rate; parameters -> which decay.
   """
 
   def labels(params: Any) -> Any:
@@ -166,8 +161,8 @@ def beside_adamw(
     return tree_of_names(params, lambda name: label if name in chosen else "adamw")
 
   return optax.chain(
-    optax.partition({label: scaled, "adamw": optax.scale_by_adam(b1, b2, eps)}, labels),
-    optax.add_decayed_weights(weight_decay, mask),
+    optax.partition({label: scaled, "adamw": optax.scale_by_adam(*adam)}, labels),
+    optax.add_decayed_weights(*decay),
     optax.scale_by_learning_rate(learning_rate),
   )
 
@@ -223,7 +218,7 @@ class Orthogonalization:
 
   def groups(self, params: Any, sizes: Mapping[str, int]) -> list[Group]:
     """Returns the matrices of some parameters as the devices of a mesh share them."""
-    return self.hidden.groups(params, sizes, per_head=self.per_head)
+    return self.hidden.groups(params, self.matrices(params), sizes)
 
   def moves(self, group: Group) -> list[Move]:
     """Returns what an update of a group exchanges."""
@@ -287,9 +282,9 @@ def muon(
     ValueError: an argument that cannot be.
   """
   orthogonal = Orthogonalization(hidden, steps, per_head, newton_schulz_dtype)
-  scaled, adamw = scale_by_muon(orthogonal, momentum, nesterov), {"b1": b1, "b2": b2, "eps": eps}
-  decay = {"weight_decay": weight_decay, "mask": mask}
-  return beside_adamw(scaled, "muon", orthogonal.matrices, learning_rate, **adamw, **decay)
+  scaled, adamw = scale_by_muon(orthogonal, momentum, nesterov), (b1, b2, eps)
+  given = orthogonal.matrices, learning_rate, adamw, (weight_decay, mask)
+  return beside_adamw(scaled, "muon", *given)
 
 
 def scale_by_muon(

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import optax
 
 from partitioning.dtypes import wide_dtype
-from partitioning.parallel.matrix_groups import COLUMNS, MATRIX, ROWS, Group, Matrix, Move, grouped
+from partitioning.parallel.matrix_groups import COLUMNS, MATRIX, ROWS, Group, Matrix, Move
 from partitioning.parallel.whole_matrices import Exchange, Stacks, in_rounds
 from partitioning.rules import named_leaves
 from training.optimizers.muon import HiddenMatrices, beside_adamw
@@ -107,10 +107,7 @@ class Preconditioning:
 
   def groups(self, params: Any, sizes: Mapping[str, int]) -> list[Group]:
     """Returns the matrices of some parameters as the devices of a mesh share them."""
-    leaves, matrices = named_leaves(params), self.matrices(params)
-    shapes = {name: leaves[name].shape for name in matrices}
-    specs = self.hidden.specs(params, sizes)
-    return grouped(shapes, matrices, specs, sizes, transpose=False)
+    return self.hidden.groups(params, self.matrices(params), sizes, transpose=False)
 
   @property
   def dtype(self) -> jnp.dtype:
@@ -180,9 +177,8 @@ def soap(
     ValueError: an argument that cannot be.
   """
   how = Preconditioning(hidden, b2, precondition_frequency, shampoo_beta, max_precondition_dim)
-  scaled, adamw = scale_by_soap(how, b1, b2, eps), {"b1": b1, "b2": b2, "eps": eps}
-  decay = {"weight_decay": weight_decay, "mask": mask}
-  return beside_adamw(scaled, "soap", how.matrices, learning_rate, **adamw, **decay)
+  given = how.matrices, learning_rate, (b1, b2, eps), (weight_decay, mask)
+  return beside_adamw(scale_by_soap(how, b1, b2, eps), "soap", *given)
 
 
 def scale_by_soap(
