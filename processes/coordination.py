@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -30,6 +31,8 @@ with epy.lazy_imports():  # a single process, or a command line that is refused,
 # The coordinator's host:port, the number of processes and the index of this one, as set by
 # `python -m processes.launch`, by processes/launch/jobset.yaml, or manually on each host.
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+# A name, an IPv4 address, or an IPv6 one in brackets, and a port.
+_ADDRESS = re.compile(r"([^][:\s]+|\[[^][\s]*:[^][\s]*\]):(?P<port>[0-9]{1,5})")
 # Variables of launchers: the number of processes, and the index of this one.
 RANKS = (
   ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -288,10 +291,9 @@ def who() -> tuple[str, int, int] | None:
     raise ValueError(f"of the three variables {', '.join(values)}, {missing} is not set")
   try:
     count, index = int(values[COUNT]), int(values[INDEX])
-    host, _, port = values[ADDRESS].rpartition(":")
-    if not 0 < int(port) < 2**16 or not _is_host(host):
+    if not 0 < int(_ADDRESS.fullmatch(values[ADDRESS])["port"]) < 2**16:
       raise ValueError
-  except ValueError:
+  except (TypeError, ValueError):
     raise ValueError(
       f"{_text(values)}: expected a host:port and two numbers, such as 10.0.0.1:8476 or "
       f"[::1]:8476, 2 and 0"
@@ -299,13 +301,6 @@ def who() -> tuple[str, int, int] | None:
   if not 0 <= index < count:
     raise ValueError(f"{_text(values)}: the index must be 0 or more and below the number")
   return values[ADDRESS], count, index
-
-
-def _is_host(text: str) -> bool:
-  """Returns whether a text can be a host: a name, an IPv4 address, or an IPv6 one in brackets."""
-  if text.startswith("[") and text.endswith("]"):
-    return ":" in text
-  return bool(text) and not any(character in "[]:" or character.isspace() for character in text)
 
 
 def _ranked() -> tuple[int, int] | None:

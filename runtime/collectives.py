@@ -103,20 +103,20 @@ def collectives(hlo_text: str, mesh: Mesh) -> list[Collective]:
   """
   program = hlo.parse(hlo_text)
   found: dict[tuple[str, str], Collective] = {}
-  for frame, instruction, runs in _runs(program):
-    key, (count, exact) = (frame.computation.name, instruction.name), runs
+  for frame, instruction, (count, exact, in_loop) in _runs(program):
+    key = frame.computation.name, instruction.name
     if before := found.get(key):
       total, exact = before.count + count, before.exact and exact
       found[key] = dataclasses.replace(before, count=total, exact=exact)
     elif record := _record(program, frame, instruction, count, mesh):
-      found[key] = dataclasses.replace(record, exact=exact, in_loop=_in_loop(frame))
+      found[key] = dataclasses.replace(record, exact=exact, in_loop=in_loop)
   return list(found.values())
 
 
 def _runs(program: hlo.Program):
   """Yields (frame, instruction, runs) for each way from ENTRY.
 
-  Runs are their count, and whether it is exact.
+  Runs are their count, whether it is exact, and whether there is a loop around them.
   """
   speaking: dict[str, bool] = {}
 
@@ -129,7 +129,7 @@ def _runs(program: hlo.Program):
       )
     return speaking[name]
 
-  def visit(frame: hlo.Frame, runs: tuple[int, bool], chains: set):
+  def visit(frame: hlo.Frame, runs: tuple[int, bool, bool], chains: set):
     for instruction in frame.computation.instructions.values():
       if _kind(instruction):
         # A TPU program repeats one asynchronous collective in each fusion that it overlaps
@@ -143,19 +143,19 @@ def _runs(program: hlo.Program):
       elif not any(map(communicates, instruction.called())):
         continue
       elif instruction.opcode == "while":
-        trips, (count, exact) = hlo.trip_count(program, frame, instruction), runs
+        trips, (count, exact, _) = hlo.trip_count(program, frame, instruction), runs
         exact, trips = exact and trips is not None, 1 if trips is None else trips
         for inner, extra in zip(
           hlo.loop_frames(program, frame, instruction), (1, 0), strict=True
         ):  # The condition is tried once more than the body runs.
-          yield from visit(inner, (count * (trips + extra), exact), set())
+          yield from visit(inner, (count * (trips + extra), exact, True), set())
       else:
         for name in instruction.called():
           inner = hlo.Frame(program.computations[name], instruction, frame)
           scope = chains if instruction.opcode == "fusion" else set()
           yield from visit(inner, runs, scope)
 
-  yield from visit(hlo.Frame(program.computations[program.entry]), (1, True), set())
+  yield from visit(hlo.Frame(program.computations[program.entry]), (1, True, False), set())
 
 
 def _kind(instruction: hlo.Instruction) -> str | None:
@@ -191,14 +191,6 @@ def _across(mesh: Mesh) -> list[list[int]]:
   for place, device in enumerate(mesh.devices.flat):
     groups[tuple(device.coords), getattr(device, "core_on_chip", 0)].append(place)
   return list(groups.values())
-
-
-def _in_loop(frame: hlo.Frame | None) -> bool:
-  while frame is not None and frame.site is not None:
-    if frame.site.opcode == "while":
-      return True
-    frame = frame.caller
-  return False
 
 
 def _record(program, frame: hlo.Frame, instruction, count, mesh) -> Collective | None:

@@ -383,9 +383,5 @@ class UserCodeError(ValueError):
 
 def is_outside(filename: str) -> bool:
   """Returns whether a file is a user's: neither the project's, nor a library's, nor Python's."""
-  path = pathlib.Path(filename)
   parts = {*_LOADED, *(origin for table in _TABLES for origin in table.origins.values())}
-  if path.resolve() in parts:
-    return True
-  within = any(path.is_relative_to(folder) for folder in (*_LIBRARIES, ROOT))
-  return not within and not filename.startswith("<")
+  return pathlib.Path(filename).resolve() in parts or _is_users(filename)
