@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -371,59 +372,35 @@ def bytes_of(x: Any) -> int:
   return math.prod(getattr(x.aval, "shape", ())) * itemsize
 
 
-@dataclasses.dataclass
-class _Line:
-  """An equation with its inputs and outputs, by names that are unique over all bodies.
+# An equation, and the names of its inputs and outputs, which are unique over all bodies.
+Line = tuple[core.JaxprEqn, list[int], list[int]]
 
-  Attributes:
-    written: whether its results are, and not fused into what reads them.
-    read: names of its inputs.
-    given: names of its outputs.
-    sizes: bytes of its outputs.
-    inside: bytes of what it has in memory beside them while it runs.
+
+def _flattened(
+  jaxpr: Any, names: dict[Any, int], lines: list[Line], fresh: Iterator[int]
+) -> list[int]:
+  """Adds the equations of a body and of those that it calls; returns the names of its results.
+
+  Args:
+    jaxpr: the body.
+    names: of its arguments; those of its equations' results are added. 0 is of no variable.
+    lines: the equations so far.
+    fresh: new names.
   """
 
-  written: bool
-  read: list[int]
-  given: list[int]
-  sizes: list[int]
-  inside: int = 0
+  def get(x: Any) -> int:
+    return 0 if is_literal(x) else names.get(x, 0)
 
-
-@dataclasses.dataclass
-class _Names:
-  """Names the variables of a body and of those that it calls.
-
-  Attributes:
-    lines: the equations, in order.
-    count: of names.
-  """
-
-  lines: list[_Line] = dataclasses.field(default_factory=list)
-  count: int = 0
-
-  def fresh(self) -> int:
-    """Returns a new name."""
-    self.count += 1
-    return self.count
-
-  def walk(self, jaxpr: Any, names: dict[Any, int]) -> list[int]:
-    """Adds the lines of a body; returns the names of its results."""
-
-    def get(x: Any) -> int:
-      return 0 if is_literal(x) else names.get(x, 0)
-
-    for equation in jaxpr.eqns:
-      read, inner = list(map(get, equation.invars)), inlined(equation)
-      if inner is None:
-        given = [self.fresh() for _ in equation.outvars]
-        sizes = list(map(bytes_of, equation.outvars))
-        self.lines.append(_Line(is_written(equation), read, given, sizes, _inside(equation)))
-      else:
-        passed = read[len(read) - len(inner.invars) :]
-        given = self.walk(inner, dict(zip(inner.invars, passed, strict=True)))
-      names.update(zip(equation.outvars, given, strict=True))
-    return list(map(get, jaxpr.outvars))
+  for equation in jaxpr.eqns:
+    read, inner = list(map(get, equation.invars)), inlined(equation)
+    if inner is None:
+      given = [next(fresh) for _ in equation.outvars]
+      lines.append((equation, read, given))
+    else:
+      passed = read[len(read) - len(inner.invars) :]
+      given = _flattened(inner, dict(zip(inner.invars, passed, strict=True)), lines, fresh)
+    names.update(zip(equation.outvars, given, strict=True))
+  return list(map(get, jaxpr.outvars))
 
 
 def inlined(equation: core.JaxprEqn) -> Any:
@@ -467,40 +444,24 @@ def _most_at_once(jaxpr: Any, constants: int, carried: int, results: int) -> int
     carried: number of carried arguments after them, which count.
     results: number of results that live to the end; the others are stored as they are computed.
   """
-  found = _Names()
-  names = {x: found.fresh() for x in jaxpr.invars}
-  sizes: dict[int, int] = {}
-  of: dict[int, set[int]] = {0: set()}  # name -> the arrays that it keeps alive
-  own = [names[x] for x in jaxpr.invars[constants : constants + carried]]
-  for x, name in names.items():
-    of[name] = {name} if name in own else set()
-    if name in own:
-      sizes[name] = bytes_of(x)
-  last = found.walk(jaxpr, names)[:results]
-  for line in found.lines:
-    behind = set().union(*(of.get(name, set()) for name in line.read))
-    for name, size in zip(line.given, line.sizes, strict=True):
-      written = line.written or size < sum(sizes[x] for x in behind)
-      of[name] = {name} if written else behind
-      if written:
-        sizes[name] = size
-  return _peak(found.lines, sizes, of, own, last)
-
-
-def _peak(
-  lines: list[_Line],
-  sizes: dict[int, int],
-  of: dict[int, set[int]],
-  first: list[int],
-  last: list[int],
-) -> int:
-  """Returns the largest sum of the sizes of live arrays."""
-  ends = {x: at for at, line in enumerate(lines) for name in line.read for x in of.get(name, ())}
-  ends |= {x: len(lines) for name in last for x in of.get(name, ())}
-  alive, most = set(first), 0
-  for at, line in enumerate(lines):
-    alive |= {name for name in line.given if name in sizes}
-    most = max(most, sum(sizes[x] for x in alive) + line.inside)
+  fresh, lines = itertools.count(1), []
+  names = {x: next(fresh) for x in jaxpr.invars}
+  sizes = {names[x]: bytes_of(x) for x in jaxpr.invars[constants : constants + carried]}
+  alive, most = {*sizes}, 0
+  # Name -> the arrays that it keeps alive.
+  behind = {name: {name} & alive for name in (0, *names.values())}
+  last = _flattened(jaxpr, names, lines, fresh)[:results]
+  for equation, read, given in lines:
+    under = set().union(*(behind[name] for name in read))
+    for x, name in zip(equation.outvars, given, strict=True):
+      written = is_written(equation) or bytes_of(x) < sum(sizes[other] for other in under)
+      behind[name] = {name} if written else under
+      sizes |= {name: bytes_of(x)} if written else {}
+  ends = {x: at for at, (_, read, _) in enumerate(lines) for name in read for x in behind[name]}
+  ends |= {x: len(lines) for name in last for x in behind[name]}
+  for at, (equation, _, given) in enumerate(lines):
+    alive |= {name for name in given if name in sizes}
+    most = max(most, sum(sizes[x] for x in alive) + _inside(equation))
     alive = {x for x in alive if ends.get(x, -1) > at}
   return most
 
