@@ -92,7 +92,7 @@ class Case:
     keys |= {"data.global_batch_size": self.rows, "data.sequence_length": self.length}
     keys["training.rematerialization"] = self.rematerialization
     config.update_from_flattened_dict(keys)
-    return aot.prepare(config, parse(self.topology), aot.Here())
+    return aot.prepare(config, parse(self.topology), ())
 
 
 V5P = "v5p:4x4x4"

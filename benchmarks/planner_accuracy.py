@@ -105,7 +105,7 @@ def step_of(run: PublishedRun) -> Step:
   topology, chip = run.place, run.place.chip
   if chip.name.startswith("a100"):
     topology = dataclasses.replace(topology, chip=dataclasses.replace(chip, name="h100"))
-  job = aot.prepare(config, topology, aot.Here())
+  job = aot.prepare(config, topology, ())
   step = of_job(job)
   layers = traced_step.by_the_layers(step)
   chips = job.mesh.size / chip.devices_per_chip

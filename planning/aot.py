@@ -36,19 +36,13 @@ _OUT_OF_MEMORY = re.compile(
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-@dataclasses.dataclass(frozen=True)
-class Here:
-  """The devices of this process that a plan may use.
+# The devices of this process that `train` would use; () if a plan is for others.
+Here = tuple[jax.Device, ...]
 
-  Attributes:
-    attached: those that `train` would use; () if the plan is for others.
-  """
 
-  attached: tuple[jax.Device, ...] = ()
-
-  def is_attached(self, topology: Topology) -> bool:
-    """Returns whether a topology is that of the attached devices."""
-    return bool(self.attached) and of_devices(self.attached) == topology.name
+def is_attached(topology: Topology, here: Here) -> bool:
+  """Returns whether a topology is that of the attached devices."""
+  return bool(here) and of_devices(here) == topology.name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,7 +83,7 @@ def compiler_there() -> bool:
 
 def compiled_here(topology: Topology, here: Here) -> bool:
   """Returns whether there is a compiler for a topology; for attached devices, JAX's own."""
-  if here.is_attached(topology) or topology.platform == "cpu":
+  if is_attached(topology, here) or topology.platform == "cpu":
     return True
   return topology.platform == "tpu" and compiler_there()
 
@@ -142,9 +136,11 @@ def target_of(
   chips, rates = overridden(config.planning.constants)
   if topology is None:
     here = attached(config, simulate=simulate)
-    topology = of_devices(here.attached)
+    topology = of_devices(here)
   found = parse(topology, chips)
-  return Target(config, found, rates, here or not_attached(config, found))
+  if here is None:
+    require_started(config, found)
+  return Target(config, found, rates, here or ())
 
 
 def attached(config: ConfigDict, *, simulate: bool) -> Here:
@@ -159,12 +155,11 @@ def attached(config: ConfigDict, *, simulate: bool) -> Here:
     devices.start(config.mesh.to_dict(), slices=[slices], simulate=simulate)
   except RuntimeError as error:
     raise ValueError(str(error)) from error
-  found = tuple(jax.devices())
-  return Here(found)
+  return tuple(jax.devices())
 
 
-def not_attached(config: ConfigDict, topology: Topology) -> Here:
-  """Returns the devices of a topology that is not attached, started where it is a CPU's.
+def require_started(config: ConfigDict, topology: Topology) -> None:
+  """Has JAX simulate as many devices as a topology of CPUs has; others need not be there.
 
   Raises:
     ValueError: mesh_dcn asks for another number of slices than the topology has, or for too many.
@@ -173,7 +168,6 @@ def not_attached(config: ConfigDict, topology: Topology) -> Here:
   count = require_devices(topology, math.prod(config.mesh_dcn.values()))
   if topology.platform == "cpu":
     jax.config.update("jax_num_cpu_devices", count)
-  return Here()
 
 
 def start(topology: Topology, slices: int, here: Here) -> tuple[Any, ...]:
@@ -188,8 +182,8 @@ def start(topology: Topology, slices: int, here: Here) -> tuple[Any, ...]:
     ValueError: the compiler knows no such topology.
   """
   count = topology.devices * slices
-  if here.is_attached(topology):
-    return here.attached
+  if is_attached(topology, here):
+    return here
   if topology.platform == "tpu" and compiler_there():
     # Without `wrap` the compiler takes every axis for one without wraparound links.
     more: dict[str, Any] = {"wrap": (*topology.wraps(), False)[:3]}

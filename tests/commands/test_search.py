@@ -34,7 +34,7 @@ def answers(monkeypatch):
   requests = []
 
   def answer(request, **_):
-    here = aot.Here(tuple(jax.devices()) if request["topology"] is None else ())
+    here = tuple(jax.devices()) if request["topology"] is None else ()
     target = aot.target_of(request["config"], request["topology"] or "cpu:8", here=here)
     given = search.Formulas(target, search.limit_of(target))
     with open("/dev/null", "wb") as pipe:

@@ -111,7 +111,7 @@ def test_the_slices_of_a_name_are_those_of_the_config():
 
 @pytest.mark.plan
 def test_a_mesh_whose_axes_split_axes_of_the_torus():
-  devices = aot.start(parse("v6e:16x16"), 1, aot.Here())
+  devices = aot.start(parse("v6e:16x16"), 1, ())
   mesh = make_mesh({**dict.fromkeys(AXES, 1), "fsdp": 64, "tensor": 4}, devices)
   assert mesh.shape["fsdp"] == 64
   groups = mesh.devices.reshape(64, 4)
@@ -139,7 +139,7 @@ def test_the_compiler_gets_the_axes_with_wraparound_links(name, wrap, monkeypatc
   monkeypatch.setattr(
     aot.described, "get_topology_desc", lambda **ask: asked.append(ask) or describe(**ask)
   )
-  assert len(aot.start(parse(name), 1, aot.Here())) == parse(name).devices
+  assert len(aot.start(parse(name), 1, ())) == parse(name).devices
   assert asked == [{"platform": "tpu", "topology_name": name, "wrap": wrap}]
 
 
@@ -147,9 +147,7 @@ def test_the_compiler_gets_the_axes_with_wraparound_links(name, wrap, monkeypatc
 @pytest.mark.plan
 def test_with_wraparound_links_an_all_gather_does_not_become_an_all_reduce():
   # Without `wrap` the compiler wrote an all-reduce of twice the cost (libtpu 0.0.42.1, 0.0.48.1).
-  mesh = make_mesh(
-    {**dict.fromkeys(AXES, 1), "fsdp": 64}, aot.start(parse("v5p:4x4x4"), 1, aot.Here())
-  )
+  mesh = make_mesh({**dict.fromkeys(AXES, 1), "fsdp": 64}, aot.start(parse("v5p:4x4x4"), 1, ()))
   split, whole = (jax.sharding.NamedSharding(mesh, P(axis)) for axis in ("fsdp", None))
   array = jax.ShapeDtypeStruct((8192, 8192), "bfloat16", sharding=split)
   text = jax.jit(lambda x: x, out_shardings=whole).lower(array).compile().as_text()
@@ -170,9 +168,7 @@ def test_with_wraparound_links_an_all_gather_does_not_become_an_all_reduce():
   ],
 )
 def test_sparse_cores_scatter_what_they_can_cut(rows, padded, kind):
-  mesh = make_mesh(
-    {**dict.fromkeys(AXES, 1), "fsdp": 64}, aot.start(parse("v5p:4x4x4"), 1, aot.Here())
-  )
+  mesh = make_mesh({**dict.fromkeys(AXES, 1), "fsdp": 64}, aot.start(parse("v5p:4x4x4"), 1, ()))
 
   def gradient(x, y):
     whole = jnp.einsum("tf,td->fd", x, y)
@@ -198,10 +194,10 @@ def test_sparse_cores_scatter_what_they_can_cut(rows, padded, kind):
 )
 def test_the_compiler_knows_every_kind_and_counts_its_devices_alike(chip):
   for name in CLOUD.get(chip.name, ()):
-    assert len(aot.start(parse(name), 1, aot.Here())) == parse(name).devices
+    assert len(aot.start(parse(name), 1, ())) == parse(name).devices
   for shape in ["2x2x1", *EXAMPLES[3].split(", ")[:2]] if chip.torus == 3 else ["2x2", "4x4"]:
     topology = parse(f"{chip.name}:{shape}")
-    found = aot.start(topology, 1, aot.Here())
+    found = aot.start(topology, 1, ())
     assert len(found) == topology.devices
     assert {device.platform for device in found} == {"tpu"}
 
@@ -209,9 +205,7 @@ def test_the_compiler_knows_every_kind_and_counts_its_devices_alike(chip):
 @COMPILED
 @pytest.mark.plan
 def test_padded_bytes_of_the_arguments_are_what_the_compiler_says():
-  mesh = make_mesh(
-    {**dict.fromkeys(AXES, 1), "data": 4}, aot.start(parse("v5e:2x2"), 1, aot.Here())
-  )
+  mesh = make_mesh({**dict.fromkeys(AXES, 1), "data": 4}, aot.start(parse("v5e:2x2"), 1, ()))
   everywhere = jax.sharding.NamedSharding(mesh, P())
   sizes = {"a": (4096, 16), "b": (16, 4096), "c": (3, 200, 192), "d": (5,), "e": (128, 128)}
   state = {

@@ -33,7 +33,7 @@ def peak_bytes(kind: str, microbatches: int) -> int:
   }
   for key, value in keys.items():
     config.update_from_flattened_dict({key: value})
-  program = aot.compile_step(aot.prepare(config, parse("v5p:2x2x1"), aot.Here()))
+  program = aot.compile_step(aot.prepare(config, parse("v5p:2x2x1"), ()))
   assert program.fits
   return program.peak_bytes
 

@@ -13,7 +13,7 @@ from tests.helpers.jobs import make_job
 def test_it_is_what_a_plan_says(monkeypatch):
   job = make_job("dp4_tp2", "mlp")
   found = prediction.of_program(job.compile_train_step().function, job.mesh, "cpu")
-  here = aot.Here(tuple(jax.devices()))
+  here = tuple(jax.devices())
   monkeypatch.setattr(aot, "prepare", lambda *arguments: job)
   expected = plan.make(job.config, "cpu:8", here=here)
   assert found["topology"] == "cpu:8"

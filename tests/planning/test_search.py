@@ -24,7 +24,7 @@ def small(recipe="mlp", **changes):
 
 
 def formulas(config, name="h100:8", limit=None) -> search.Formulas:
-  here = aot.Here()
+  here = ()
   target = aot.target_of(config, name, here=here)
   return search.Formulas(target, search.limit_of(target) if limit is None else limit)
 
@@ -50,7 +50,7 @@ def decoder() -> search.Search:
 
 def test_the_numbers_are_those_of_a_plan(decoder):
   """Also where the trace of another mesh with the same part of the model is used again."""
-  here = aot.Here()
+  here = ()
   changes = {"mesh.data": 2, "mesh.fsdp": 2, "training.rematerialization": "none"}
   one = decoder.formulas.estimate(changes)
   assert len(decoder.formulas._layers) < len(decoder.formulas.known)
@@ -109,7 +109,7 @@ def test_stages_are_found_where_there_are_fewer_rows_than_devices(staged):
 def test_a_setting_of_stages_has_the_numbers_of_its_plan(staged):
   one = staged.fastest()[0]
   changes = {"data.global_batch_size": 4, "model.layers": 4, "mesh.tensor": 1, **one.setting}
-  here = aot.Here()
+  here = ()
   expected = plan.make(small("lm", **changes), "h100:8", here=here)
   assert one.bytes == expected.peak_bytes
   assert one.seconds == expected.step_seconds[1]

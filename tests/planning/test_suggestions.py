@@ -23,7 +23,7 @@ def make(strategy, topology, *overrides, recipe="lm"):
     key, _, value = override.removeprefix("--config.").partition("=")
     section, _, name = key.partition(".")
     config[section][name] = type(config[section][name])(value)
-  return plan.make(config, topology, here=aot.Here())
+  return plan.make(config, topology, here=())
 
 
 def llama_of(rematerialization):

@@ -224,7 +224,7 @@ def test_the_ring_of_an_mlp_waits_for_hardly_any_permute():
   # The MLP of Llama 3 8B, rows of 8192 tokens. With the permutes in the order that XLA chooses by
   # itself, 16 % of the time were exposed.
   topology = parse("v6e:4x4")
-  devices = aot.start(topology, 1, aot.Here())
+  devices = aot.start(topology, 1, ())
   mesh = make_mesh({**dict.fromkeys(AXES, 1), "fsdp": 4, "tensor": 4}, devices)
 
   def mlp(x, gate, up, down):

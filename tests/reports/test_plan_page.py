@@ -7,7 +7,7 @@ import re
 import pytest
 
 from partitioning.rules import size_text
-from planning import aot, memory, plan
+from planning import memory, plan
 from planning.roofline import Work
 from planning.step_time import HostTraffic, by_axes
 from planning.timeline import Timeline
@@ -23,7 +23,7 @@ from training import compiler_options
 def make(strategy, topology, constants=""):
   config = importlib.import_module(f"configs.{strategy}").get_config("mlp")
   config.planning.constants = constants
-  here = aot.Here()
+  here = ()
   return plan.make(config, topology, title="<script>a()", here=here)
 
 
