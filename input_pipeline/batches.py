@@ -1,8 +1,8 @@
 """The global batch: the rows of each step, placed on the devices; prefetched while they compute."""
 
-import collections
 import dataclasses
 import functools
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -351,33 +351,23 @@ class Prefetcher(Generic[T]):
     self._make_batch = make_batch
     self._steps = range(start, stop)
     self._next = start  # the step that get() returns next
-    self._depth = depth
-    self._ready = collections.deque()
-    self._error = None
+    self._free = threading.Semaphore(depth)
+    self._ready: queue.SimpleQueue = queue.SimpleQueue()  # of (batch, error)
     self._closed = False
-    self._changed = threading.Condition()
     # A daemon: a read that never returns must not keep the process alive.
     self._thread = threading.Thread(target=self._run, name=name, daemon=True)
     self._thread.start()
 
   def _run(self):
     for step in self._steps:
-      with self._changed:
-        self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
-        if self._closed:
-          return
-      try:
-        batch = self._make_batch(step)
-      except BaseException as error:  # the caller's to handle, whatever it is
-        with self._changed:
-          self._error = error
-          self._changed.notify_all()
+      self._free.acquire()
+      if self._closed:
         return
-      with self._changed:
-        if self._closed:  # no longer needed: free its device memory
-          return
-        self._ready.append(batch)
-        self._changed.notify_all()
+      try:
+        self._ready.put((self._make_batch(step), None))
+      except BaseException as error:  # the caller's to handle, whatever it is
+        self._ready.put((None, error))
+        return
 
   def get(self, step: int, cancelled: Callable[[], bool] | None = None) -> T | None:
     """Returns the batch of `step`, waiting for it. Steps come in order, each once.
@@ -391,38 +381,37 @@ class Prefetcher(Generic[T]):
       RuntimeError: the prefetcher is closed.
       Exception: what make_batch raised for this step.
     """
-    begin = time.perf_counter()
-    with self._changed:
-      if step != self._next or step not in self._steps:
-        raise ValueError(
-          f"step {step} was asked for, but the next one is {self._next} of"
-          f" {self._steps.start}..{self._steps.stop - 1}"
-        )
-
-      def over():
-        return self._ready or self._error is not None or self._closed
-
-      while not self._changed.wait_for(over, _CANCEL_PERIOD_SECONDS if cancelled else None):
-        if cancelled():
+    if step != self._next or step not in self._steps:
+      raise ValueError(
+        f"step {step} was asked for, but the next one is {self._next} of"
+        f" {self._steps.start}..{self._steps.stop - 1}"
+      )
+    begin, found = time.perf_counter(), None
+    while found is None and not self._closed:
+      try:
+        found = self._ready.get(timeout=_CANCEL_PERIOD_SECONDS)
+      except queue.Empty:
+        if cancelled and cancelled():
           break
-      self.wait_seconds += time.perf_counter() - begin
-      if self._closed:
-        raise RuntimeError(f"step {step} was asked for, but the prefetcher is closed")
-      if not self._ready:
-        if self._error is None:
-          return None
-        raise self._error
-      self._next += 1
-      self._changed.notify_all()
-      return self._ready.popleft()
+    self.wait_seconds += time.perf_counter() - begin
+    if self._closed:
+      raise RuntimeError(f"step {step} was asked for, but the prefetcher is closed")
+    if found is None:
+      return None
+    batch, error = found
+    if error is not None:
+      self._ready.put(found)  # whoever asks again is told again
+      raise error
+    self._next += 1
+    self._free.release()
+    return batch
 
   def close(self, timeout_seconds: float = 5.0):
     """Ends the thread; waits for a running make_batch, but no longer than this."""
-    with self._changed:
-      self._closed = True
-      self._ready.clear()
-      self._changed.notify_all()
+    self._closed = True
+    self._free.release()
     self._thread.join(timeout_seconds)
+    self._ready = queue.SimpleQueue()  # batches that nobody needs any more hold device memory
 
   def __enter__(self):
     return self

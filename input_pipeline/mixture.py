@@ -349,7 +349,7 @@ def open_mixture(
   sharing: Sharing | None = None,
   tick: Callable = store.no_tick,
 ) -> Source:
-  """Opens a split of every source; arguments and errors are those of `rows.open_source`.
+  """Opens a split of every source; arguments and errors are those of `row_source.open_source`.
 
   Raises:
     ValueError: likewise, naming the source.
@@ -388,7 +388,7 @@ def example_conversations(data: Any, count: int) -> list["chat_documents.Example
     count: how many.
 
   Raises:
-    ValueError: as of `rows.open_source`.
+    ValueError: as of `row_source.open_source`.
   """
   data = data_of(data, data.sources[0]) if data.sources else data
   prepared, chosen, name = rows.documents_of(data, data.train_split)

@@ -23,10 +23,12 @@ def open_source(data, split, seed, sharing=None, tick=store.no_tick):
   Args:
     data: the config's `data` section, with `kind`, how its rows are read: one of KINDS; a
       registered data source may have others.
-    split: name of the split.
-    seed: int; only "random_normal" depends on it.
+    split: of a TFDS data set, its name or a slice. Of files, `train` or `test`: the documents that
+      are held out (of a single text file its end), or those of data.evaluation_files.
+    seed: int; of "random_normal" all follows from it; of text, which documents share a row of the
+      split that is trained on.
     sharing: the processes that open it together, if there are several; all call this.
-    tick: as of `preparation.prepare`.
+    tick: as of `preparation.prepare`, whose errors are raised too.
 
   Returns:
     A Source. Fields by kind, with T = sequence_length, P = input_size, C = target_size:

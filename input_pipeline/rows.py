@@ -38,23 +38,7 @@ def open_source(
   sharing: Sharing | None = None,
   tick: Callable = store.no_tick,
 ) -> Source:
-  """Opens a split, and stores on first use what is not there yet.
-
-  Args:
-    data: the config's `data` section, with `kind`, how its rows are read: text or image.
-    split: of a TFDS data set, its name or a slice. Of files, `train` or `test`: the documents that
-      are held out (of a single text file its end), or those of data.evaluation_files.
-    seed: decides which documents share a row of the split that is trained on.
-    sharing: the processes that open it together, where there are several; all call this.
-    tick: as of `preparation.prepare`.
-
-  Returns:
-    A Source; its fields are those of `row_source.open_source`.
-
-  Raises:
-    ValueError: as of `preparation.prepare`; or an unknown or empty split, or more records that
-      cannot be read than data.max_bad_records.
-  """
+  """Opens a split of text or images; arguments and errors are those of `row_source.open_source`."""
   if data.kind == "image":
     return _image_source(*tfds_documents.prepare(data, split, tick), data, sharing)
   # The same rows for every seed, so that runs with several seeds are evaluated on the same.
@@ -65,10 +49,7 @@ def open_source(
 def documents_of(
   data: Any, split: str, tick: Callable = store.no_tick
 ) -> tuple[store.Prepared, np.ndarray, str]:
-  """Returns documents, the numbers int64 [N] of those of a split, and the split's name.
-
-  Arguments and errors are those of `open_source`.
-  """
+  """Returns documents, the numbers int64 [N] of those of a split, and the split's name."""
   if data.name not in catalog.OF_FILES:
     prepared, name = tfds_documents.prepare(data, split, tick)
     return prepared, np.arange(len(prepared.documents)), name

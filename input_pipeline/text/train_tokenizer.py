@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import platform
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -306,7 +305,13 @@ def store(data: Any, content: bytes, facts: dict[str, Any]) -> str:
   folder = root / f"{kind}-{identity.hexdigest()[:12]}"
   try:
     if not (folder / tokenizer_files.TOKENIZER_FILE).exists():
-      _write(folder, content, facts)
+      folder.mkdir(parents=True, exist_ok=True)
+      config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+      for name, value in ((FACTS, facts), (tokenizer_files.CONFIG_FILE, config)):
+        files.replace(folder / name, json.dumps(value, indent=2) + "\n", shared=True)
+      files.sync_tree(folder)
+      # The last: without it, the folder is none of a tokenizer, and is written again.
+      files.replace(folder / tokenizer_files.TOKENIZER_FILE, content, shared=True)
     current = tokenizer.CURRENT_FILE if kind == "bpe" else tokenizer.CHARACTERS_FILE
     files.replace(root / current, json.dumps({"folder": folder.name}) + "\n")
   except OSError as error:
@@ -315,22 +320,3 @@ def store(data: Any, content: bytes, facts: dict[str, Any]) -> str:
       " write there, or set data.data_dir to another folder"
     ) from error
   return str(folder)
-
-
-def _write(folder: epath.Path, content: bytes, facts: dict[str, Any]) -> None:
-  """Writes a tokenizer's folder under another name, and renames it."""
-  partial = folder.parent / f"{folder.name}.{uuid.uuid4().hex}.tmp"
-  config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
-  partial.mkdir(parents=True)
-  try:
-    for name, value in ((FACTS, facts), (tokenizer_files.CONFIG_FILE, config)):
-      files.replace(partial / name, json.dumps(value, indent=2) + "\n")
-    files.replace(partial / tokenizer_files.TOKENIZER_FILE, content)
-    if files.is_local(partial):
-      files.sync_tree(partial)
-    partial.rename(folder)
-  except BaseException as error:
-    partial.rmtree(missing_ok=True)
-    if isinstance(error, OSError) and (folder / tokenizer_files.TOKENIZER_FILE).exists():
-      return  # another process was first, with the same content
-    raise
