@@ -307,8 +307,8 @@ class _Reader:
 
     Returns:
       Their tokens, one after the other; bool, which are learned, or None for all. Of the P pieces
-      of the rows, int64 [P]: the row among these, the number of the piece, where its first record
-      begins among the tokens and in its document.
+      of the rows, int64 [P]: the row among these, the number of the piece, and where among the
+      tokens its document begins, or would if it were read from there.
 
     Raises:
       UnreadableError: a record cannot be read; names the document and the shard.
@@ -328,42 +328,31 @@ class _Reader:
     sizes = self.documents.sizes(records)
     begins = np.cumsum(sizes) - sizes
     at = begins[np.cumsum(last - first) - (last - first)] if len(pieces) else first
-    read_from = (first - self.documents.first_record[packed.document[pieces]]) * store.RECORD_TOKENS
-    return tokens, trained, row, pieces, at, read_from
+    before = (first - self.documents.first_record[packed.document[pieces]]) * store.RECORD_TOKENS
+    return tokens, trained, row, pieces, at - before
 
   def rows(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
     """Returns field -> rows [N, T]; errors are those of `tokens`."""
-    tokens, trained, row, pieces, at, read_from = self.tokens(numbers)
-    packed, T = self.packed, self.packed.row_length
+    tokens, trained, row, pieces, base = self.tokens(numbers)
+    packed, T, before = self.packed, self.packed.row_length, len(self._prefix)
     begin, stop = packed.starts[numbers], packed.starts[np.asarray(numbers) + 1]
-    count = packed.count[pieces]
-    of_slot, slot = _ranges(packed.first[pieces], count)
-    target = slot + 1 - len(self._prefix)  # among the document's tokens; below 0: in the prefix
-    place = (at - read_from)[of_slot] + target
+    first, count = packed.first[pieces], packed.count[pieces]
+    # Of a piece, all but the last are inputs, and all but the first are targets.
+    of_piece, place = _ranges(first, count + 1)  # among the prefix and the document's tokens
+    is_input, is_target = place < (first + count)[of_piece], place > first[of_piece]
+    where = np.maximum(base[of_piece] + place - before, 0)
+    values = tokens[where].astype(np.int32)
+    values[place < before] = self._prefix[place[place < before]]
     filled = np.bincount(row, weights=count, minlength=len(numbers)).astype(np.int64)
     of_row, column = _ranges(np.zeros_like(filled), filled)
-    where = of_row * T + column
-    found = {
-      name: np.zeros(len(numbers) * T, kind)
-      for name, (_, kind) in _fields(T).items()
-      if name != "segments"
-    }
-    found["targets"][where] = self._take(tokens, place, target)
-    found["tokens"][where] = self._take(tokens, place - 1, target - 1)
-    found["weights"][where] = 1 if trained is None else trained[place]
-    segments = np.repeat(stop - begin, T)  # of padding: the number after the last
-    segments[where] = (pieces - begin[row])[of_slot]
-    found["segments"] = segments.astype(np.int32)
+    slot = of_row * T + column
+    found = {name: np.zeros(len(numbers) * T, kind) for name, (_, kind) in _fields(T).items()}
+    found["tokens"][slot] = values[is_input]
+    found["targets"][slot] = values[is_target]
+    found["weights"][slot] = 1 if trained is None else trained[where[is_target]]
+    found["segments"][:] = np.repeat(stop - begin, T)  # of padding: the number after the last
+    found["segments"][slot] = (pieces - begin[row])[of_piece[is_target]]
     return {name: array.reshape(len(numbers), T) for name, array in found.items()}
-
-  def _take(self, tokens, place, number) -> np.ndarray:
-    """Returns the tokens at places; where their number in the document is below 0, the prefix's."""
-    taken = tokens[np.maximum(place, 0)]
-    in_prefix = np.flatnonzero(number < 0)
-    if len(in_prefix):
-      taken = taken.astype(np.int32)
-      taken[in_prefix] = self._prefix[number[in_prefix]]
-    return taken
 
   def _unreadable(self, error: store.RecordError, row, records) -> UnreadableError:
     first = min(error.records)
