@@ -11,10 +11,10 @@ depends on the length of rows, on packing, seed or batch size.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -155,8 +155,7 @@ class Documents:
     self._first_document = np.cumsum([0, *map(len, parts)])
     self.masked = any(shard.manifest["masked"] for shard in self.shards)
     self._type = np.dtype(f"<u{self.shards[0].manifest['width']}" if self.shards else "<u2")
-    self._readers: dict[int, Any] = {}
-    self._lock = threading.Lock()
+    self._reader = functools.lru_cache(_MOST_READERS)(self._open)
 
   def __len__(self) -> int:
     """How many documents there are."""
@@ -248,20 +247,14 @@ class Documents:
       found.append(content)
     return found
 
-  def _reader(self, shard: int) -> Any:
+  def _open(self, shard: int) -> Any:
     """Returns the reader of a shard; RuntimeError where its file is damaged as a whole."""
-    with self._lock:
-      reader = self._readers.pop(shard, None)
-      if reader is None:
-        path = str(self.shards[shard].folder / TOKENS)
-        reader = array_record_module.ArrayRecordReader(path, **_READER)
-        there, said = reader.num_records(), self.shards[shard].manifest["records"]
-        if there != said:
-          raise RuntimeError(f"{path} has {there} records, and {MANIFEST} says {said}")
-      self._readers[shard] = reader  # the last one: it was used last
-      while len(self._readers) > _MOST_READERS:
-        del self._readers[next(iter(self._readers))]  # a read under way keeps its own reference
-      return reader
+    path = str(self.shards[shard].folder / TOKENS)
+    reader = array_record_module.ArrayRecordReader(path, **_READER)
+    there, said = reader.num_records(), self.shards[shard].manifest["records"]
+    if there != said:
+      raise RuntimeError(f"{path} has {there} records, and {MANIFEST} says {said}")
+    return reader
 
 
 # ------------------------------ what is prepared ------------------------------
