@@ -3,7 +3,6 @@
 Where a value comes from is found by comparison with the configs that it could come from.
 """
 
-import functools
 import json
 import math
 import shutil
@@ -16,7 +15,6 @@ from ml_collections import ConfigDict
 from commands import config_flag, flags, help
 from commands.refusal import refuse
 from configs import base
-from configs.keys import table
 from configs.schema import finalize, model_checks, recipes, validate
 from partitioning.mesh_sizes import resolve_sizes
 from planning import topology
@@ -89,11 +87,11 @@ def target(config: ConfigDict) -> tuple[str, Mapping[str, int], float]:
 
 # ------------------------------ where a value comes from ------------------------------
 
-# A default that all recipes share; the recipe; the preset of the model; the config file; an
-# override of the command line; derived from other keys; derived for the platform.
-DEFAULT, RECIPE, PRESET, FILE = "default", "recipe", "preset", "file"
+# The default of the key; the recipe; the config file; an override of the command line; derived from
+# other keys; derived for the platform.
+DEFAULT, RECIPE, FILE = "default", "recipe", "file"
 OVERRIDE, DERIVED, PLATFORM = "override", "derived", "platform"
-KINDS = (DEFAULT, RECIPE, PRESET, FILE, OVERRIDE, DERIVED, PLATFORM)
+KINDS = (DEFAULT, RECIPE, FILE, OVERRIDE, DERIVED, PLATFORM)
 PLATFORMS = ("cpu", "gpu", "tpu")
 
 
@@ -118,6 +116,12 @@ def origins(
     elsewhere: the configs that it becomes on other platforms.
     platform: `final` is for.
   """
+
+  def of_recipe(key: str, value: object) -> tuple[str, str]:
+    """Returns the origin of a value that neither a file nor a command line has changed."""
+    is_recipes = key in recipe and value != help.key_row(key, parsed.argument).default
+    return (RECIPE, parsed.argument) if is_recipes or key == "argument" else (DEFAULT, "")
+
   before = dict(config_flag.leaves(parsed))
   plain = dict(config_flag.leaves(base.get_config(parsed.argument)))
   recipe = dict(config_flag.leaves(recipes.base(parsed.argument)))
@@ -132,42 +136,14 @@ def origins(
       elif key not in plain or plain[key] != value:
         found[key] = (FILE, file)
       else:
-        found[key] = _of_recipe(key, value, parsed.argument)
+        found[key] = of_recipe(key, value)
     elif key in whys or any(other.get(key, value) != value for other in others):
       found[key] = (PLATFORM, platform + whys.get(key, ""))
     elif before.get(key, "") is None and value is not None and value == recipe.get(key):
-      found[key] = _of_recipe(key, value, parsed.argument)
+      found[key] = of_recipe(key, value)
     else:
       found[key] = (DERIVED, derived.get(key, ""))
   return found
-
-
-def _of_recipe(key: str, value: object, argument: str) -> tuple[str, str]:
-  """Returns the origin of a value that neither a file nor a command line has changed."""
-  recipe, data = recipes.parse(argument)
-  section, _, name = key.rpartition(".")
-  if key == "argument" or (data and key in ("data.name", "task")):
-    return RECIPE, argument
-  if recipe in recipes.PRESETS:
-    if key in _preset_keys(recipe):
-      return PRESET, recipe
-    if section == "model":
-      return DEFAULT, ""
-    recipe = "lm"
-  own = section == "model" or key == "task"
-  if section in ("data", "training", "optimizer", "evaluation"):  # whose defaults recipes replace
-    shared = table.section(section)
-    own = name not in shared or shared[name] != value
-  return (RECIPE, recipe) if own else (DEFAULT, "")
-
-
-@functools.cache
-def _preset_keys(preset: str) -> frozenset[str]:
-  """Returns the keys that a preset sets: of its table, and those that differ from `lm`."""
-  usual = dict(config_flag.leaves(recipes.base("lm")))
-  own = config_flag.leaves(recipes.base(preset))
-  of_model = {f"model.{key}" for key in recipes.PRESETS[preset].model}
-  return frozenset(of_model | {key for key, value in own if usual.get(key) != value})
 
 
 # ------------------------------ what is shown ------------------------------

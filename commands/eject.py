@@ -6,13 +6,13 @@ The file is `examples/one_file.py`, with a config's values as the defaults of it
 import json
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 from ml_collections import ConfigDict
 
-from commands import flags
+from commands import config_flag, flags
 from commands.config import target
 from commands.refusal import refuse
 from configs import base
@@ -115,11 +115,11 @@ def file_flags(config: ConfigDict, platform: str, sizes: Mapping[str, int]) -> d
   """
   if config.model.name != "transformer":
     raise ValueError(f"examples/one_file.py is a decoder, and model.name={config.model.name!r}")
-  wanted = dict(_leaves(config))
+  wanted = dict(config_flag.leaves(config))
   wanted |= {f"mesh.{axis}": size for axis, size in sizes.items()}
   lm = base.get_config("lm", mesh={axis: sizes[axis] for axis in AXES})
   lm.update_from_flattened_dict({key: wanted[key] for key in FLAGS if key in wanted})
-  has = dict(_leaves(finalize.finalize(lm, platform, sizes)))
+  has = dict(config_flag.leaves(finalize.finalize(lm, platform, sizes)))
   differ = [key for key in wanted if key not in has or wanted[key] != has[key]]
   wrong = [
     f"{key}={wanted[key]}; it has {has.get(key, 'no such key')}"
@@ -137,11 +137,3 @@ def file_flags(config: ConfigDict, platform: str, sizes: Mapping[str, int]) -> d
   if values["compute_dtype"] == usual:
     values["compute_dtype"] = ""  # on other devices it is theirs
   return {**values, "mesh": mesh, "rematerialize": config.training.rematerialization != "none"}
-
-
-def _leaves(section: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-  for key, value in section.items():
-    if isinstance(value, ConfigDict):
-      yield from _leaves(value, f"{prefix}{key}.")
-    else:
-      yield prefix + key, value

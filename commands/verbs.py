@@ -129,7 +129,7 @@ VERBS = {
   ),
   "config": Verb(
     "print the finalized config, and where each value comes from",
-    "Each key with its value, unit and origin (default, recipe, preset, file, override, derived "
+    "Each key with its value, unit and origin (default, recipe, file, override, derived "
     "or platform); first what is not the recipe's, or with --changed that alone. KEY or SECTION: "
     "of these alone, with their meanings. The config is checked as train would check it. "
     "--topology derives it for other devices, --json prints JSON.",

@@ -9,6 +9,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
+from configs.schema import recipes
 from runtime.suggest import nearest
 from training.optimizer import DefaultScale, optimizer_keys, optimizer_row
 
@@ -39,7 +40,7 @@ def finalize_optimizer(
   row = optimizer_row(keys.name)
   scale = row.default if recipe.name == "adamw" else DefaultScale()
   rate = recipe.learning_rate and recipe.learning_rate * scale.rate
-  if row.lm_rate is not None and _is_lm(argument):
+  if row.lm_rate is not None and recipes.parse(argument)[0] == "lm":
     rate = row.lm_rate
   values = {
     "learning_rate": rate and rate * factor,
@@ -49,12 +50,6 @@ def finalize_optimizer(
   for key, value in values.items():
     if keys[key] is None:
       keys[key] = value
-
-
-def _is_lm(argument: str) -> bool:
-  """Returns whether a recipe, as given, is `lm` or its model with another data set."""
-  parts = dict(part.split("=") for part in argument.split(",")) if "=" in argument else {}
-  return parts.get("model", "lm") == "lm" if parts else argument == "lm"
 
 
 def optimizer_errors(optimizer: ConfigDict) -> Iterator[str]:

@@ -43,7 +43,7 @@ def test_named_keys_as_text_for_devices_that_are_not_there(main):
   assert (code, err) == (0, "")
   lines = out.splitlines()
   assert "mesh.tensor=2" + " " * 31 + "devices, override" in lines
-  assert "model.layers=32" + " " * 29 + "layers, preset llama3_8b" in lines
+  assert "model.layers=32" + " " * 29 + "layers, recipe llama3_8b" in lines
   assert "training.attention_kernel='splash'" in out
   at = lines.index("partitioning.sequence_parallel=True")
   assert lines[at + 1].startswith("  platform tpu: mesh.tensor=2: what lies between blocks")
@@ -112,12 +112,11 @@ def found(argument, overrides=None, *, mesh=None, platform="cpu"):
 
 def test_a_preset():
   keys = found("llama3_8b")
-  assert keys["model.layers"] == keys["data.sequence_length"] == ("preset", "llama3_8b")
+  assert keys["model.layers"] == keys["data.sequence_length"] == ("recipe", "llama3_8b")
   assert keys["model.dropout_rate"] == keys["data.shuffle"] == ("default", "")
-  assert keys["training.steps"] == ("recipe", "lm")
-  assert keys["optimizer.learning_rate"] == ("preset", "llama3_8b")
+  assert keys["training.steps"] == keys["optimizer.learning_rate"] == ("recipe", "llama3_8b")
   keys = found("lm", {"model.model_size": 256, "model.kv_heads": 2})
-  assert keys["model.heads"] == keys["model.layers"] == ("recipe", "lm")
+  assert keys["model.heads"] == keys["model.layers"] == ("default", "")
   assert keys["model.feedforward_size"] == ("derived", "3 x model_size")
   assert keys["model.kv_heads"] == ("override", "")
 
@@ -125,7 +124,7 @@ def test_a_preset():
 def test_a_recipe_with_other_data():
   keys = found("model=lm,data=text")
   assert keys["data.name"] == keys["argument"] == ("recipe", "model=lm,data=text")
-  assert keys["model.layers"] == ("recipe", "lm")
+  assert keys["training.steps"] == ("recipe", "model=lm,data=text")
 
 
 def test_an_override_counts_as_one_even_if_it_is_the_default():
