@@ -62,12 +62,8 @@ def job(config: ConfigDict, its_devices: devices.Devices) -> setup.Job:
   config, choices = finalize.with_choices(config, platform, its_devices.sizes, capability)
   validate.check(config, its_devices.sizes)
   model_checks.check_attention_device(config.training, platform, capability)
-  _configure_jax(config)
-  return dataclasses.replace(setup.prepare(config, its_devices, choices), given=given)
-
-
-def _configure_jax(config) -> None:
   if config.training.parameter_dtype == "float64":
     jax.config.update("jax_enable_x64", True)
   if config.compilation_cache_dir:
     compilation_cache.use(config.compilation_cache_dir)
+  return dataclasses.replace(setup.prepare(config, its_devices, choices), given=given)

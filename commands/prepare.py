@@ -55,15 +55,16 @@ def _prepare(config: ConfigDict) -> tuple[ConfigDict, Source, Source]:
       config.data.tokenizer = folder
   splits.train_missing_tokenizer(config)
   # Which devices there are decides sizes of models whose data are random alone.
-  config = finalize.finalize(config, "cpu")
-  _check(config)
+  config = _checked(config)
   train = splits.training_batches(config).source
   return config, train, splits.evaluation_batches(config).source
 
 
-def _check(config: ConfigDict) -> None:
-  """Raises ValueError for keys that do not go together; a mesh axis of -1 counts as 1."""
+def _checked(given: ConfigDict) -> ConfigDict:
+  """Returns a config, finalized and checked; a mesh axis of -1 counts as 1."""
+  config = finalize.finalize(given, "cpu")
   validate.check(config, {axis: abs(size) for axis, size in config.mesh.items()})
+  return config
 
 
 def _show_conversations(data: ConfigDict) -> None:
@@ -93,7 +94,7 @@ def _train_tokenizer(config: ConfigDict, size: int) -> str:
   # What is wrong with the config is said before the training, not after it.
   checked = copy.deepcopy(config)
   checked.data.tokenizer = tokenizer.BYTES
-  _check(finalize.finalize(checked, "cpu"))
+  _checked(checked)
   if config.data.tokenizer:
     raise ValueError(
       f"--train_tokenizer={size}: data.tokenizer={config.data.tokenizer} names another one; leave "

@@ -27,7 +27,7 @@ def run() -> int:
 
 def _run() -> int:
   config, workdir = flags.CONFIG.value, flags.workdir()
-  names, prices = _asked(config)
+  names, prices = _asked(config.planning)
   workdir.mkdir(parents=True, exist_ok=True)
   command, title = flags.command_line(), config_flag.name(flags.CONFIG)
   asked = search_process.Asked(
@@ -53,7 +53,7 @@ def _run() -> int:
   return exit_codes.DONE if any(one.fits for one in found) else exit_codes.CHECK_FAILED
 
 
-def _asked(config: ConfigDict) -> tuple[list[str | None], Mapping[str, float]]:
+def _asked(planning: ConfigDict) -> tuple[list[str | None], Mapping[str, float]]:
   """Returns the topologies and the prices of their chips; raises ValueError for bad ones."""
   if flags.COMPILATIONS.value < 0:
     raise ValueError(f"--compilations={flags.COMPILATIONS.value}: at least 0")
@@ -63,8 +63,8 @@ def _asked(config: ConfigDict) -> tuple[list[str | None], Mapping[str, float]]:
   most = DATA["global_batch_size"].most
   if wrong := [text for text in batches if int(text) > most]:
     raise ValueError(f"--global_batch_sizes: {wrong[0]} is too many rows; at most {most:,}")
-  chips, _ = overridden(config.planning.constants)
-  default = config.planning.price_per_chip_hour
+  chips, _ = overridden(planning.constants)
+  default = planning.price_per_chip_hour
   if flags.TOPOLOGY.value is None:
     if any("=" in text for text in flags.PRICE.value):
       raise ValueError(

@@ -143,15 +143,6 @@ def needing(what: str) -> dict[str, Any]:
   return found
 
 
-def too_large(config: ConfigDict) -> list[str]:
-  """Returns a line for each whole number that is so large that others could not be derived."""
-  return [
-    f"{name}={value:,}: at most {row.most:,}"
-    for name, row, value in rows(config)
-    if isinstance(value, int) and value > row.most
-  ]
-
-
 def resume_class(key: str) -> str:
   """Returns what a change of a dotted key means where a run resumes."""
   row = find(key)

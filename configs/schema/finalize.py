@@ -459,8 +459,13 @@ def with_choices(
   capability: float = 0.0,
 ) -> tuple[ConfigDict, tuple[Choice, ...]]:
   """Returns what `finalize` returns, and what it chose by platform and mesh, with reasons."""
-  if lines := [*table.too_large(config)]:
-    raise ValueError("the config is refused:\n" + "\n".join(f"  {line}" for line in lines))
+  too_large = [
+    f"  {name}={value:,}: at most {row.most:,}"  # so that others could not be derived
+    for name, row, value in table.rows(config)
+    if isinstance(value, int) and value > row.most
+  ]
+  if too_large:
+    raise ValueError("\n".join(["the config is refused:", *too_large]))
   recipe = recipes.base(config.argument)
   if config.model.name != recipe.model.name:
     raise ValueError(

@@ -17,7 +17,7 @@ A registered model reads what its READS names, and the keys of regions if its ax
 `residual_sequence`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -43,7 +43,8 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
   Raises:
     ValueError: with all that is wrong, a line each.
   """
-  wrong = [*_values(config), *unread_errors(config, sizes), *_excluded(config, sizes)]
+  wrong = [*_values(config), *unread_errors(config, sizes)]
+  wrong += _excluded([*table.rows(config)], _values_of(config, sizes))
   of_model = OF_MODELS.get(extensions.kind_of_model(config.model.name), ())
   for check_errors in (*CHECKS, *of_model):
     wrong += table.with_sections(check_errors, config, sizes=sizes)
@@ -137,7 +138,8 @@ def unread_errors(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]
         f"optimizer.{key}={value!r}: {name} does not use it; of those keys it uses "
         f"{', '.join(optimizer_keys(name))}; its own arguments are given by optimizer.arguments"
       )
-  nobody, registered = unread(config), extensions.registered("model", config.model.name)
+  values, nobody = _values_of(config, sizes), unread(config)
+  registered = extensions.registered("model", config.model.name)
   for key, row, value in table.rows(config):
     section, _, last = key.rpartition(".")
     if value in (row.unread, recipe.get(section, {}).get(last, row.unread)):
@@ -147,24 +149,27 @@ def unread_errors(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]
       hint = ", or name it in the model's READS" if named else ""
       yield f"{key}={value!r}: {nobody[key]} does not use it; leave it at {row.unread!r}{hint}"
     elif row.needs:
-      yield from _unmet(f"{key}={value!r}", row, config, sizes)
+      yield from _unmet(f"{key}={value!r}", row, values)
 
 
-def _on(what: str, config: ConfigDict, sizes: Mapping[str, int]) -> tuple[str, Any, bool]:
+def _values_of(config: ConfigDict, sizes: Mapping[str, int]) -> dict[str, Any]:
+  """Returns dotted key -> its value, of those that have a row; of the mesh the sizes."""
+  values = {key: value for key, _, value in table.rows(config)}
+  return values | {f"mesh.{axis}": size for axis, size in sizes.items()}
+
+
+def _on(what: str, values: Mapping[str, Any]) -> tuple[str, Any, bool]:
   """Returns the key that a row's `needs` or `excludes` names, its value, and whether it is on."""
-  needed, _, values = what.partition("=")
-  section, _, name = needed.rpartition(".")
-  keys = config[section] if section else config
-  if section != "mesh" and name not in keys:  # of another kind of model
-    return needed, None, False
-  now = sizes.get(name, 1) if section == "mesh" else keys[name]
-  on = str(now) in values.split("|") if values else now != table.find(needed).unread
-  return needed, now, on
+  key, _, wanted = what.partition("=")
+  if key not in values:  # of another kind of model
+    return key, None, False
+  now = values[key]
+  return key, now, str(now) in wanted.split("|") if wanted else now != table.find(key).unread
 
 
-def _unmet(given: str, row: Key, config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
+def _unmet(given: str, row: Key, values: Mapping[str, Any]) -> Iterator[str]:
   """Yields what has to be set for a key to be read, where it is not."""
-  needed, now, on = _on(row.needs, config, sizes)
+  needed, now, on = _on(row.needs, values)
   own = extensions.registered(table.find(needed).registry, str(now))
   if on or given.partition("=")[0] in getattr(own, "READS", ()):
     return
@@ -173,11 +178,11 @@ def _unmet(given: str, row: Key, config: ConfigDict, sizes: Mapping[str, int]) -
   yield f"{given} is about {about}; set that, or leave the key at {row.unread!r}"
 
 
-def _excluded(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
+def _excluded(rows: Iterable[tuple[str, Key, Any]], values: Mapping[str, Any]) -> Iterator[str]:
   """Yields a line for each key that is on beside one that its row excludes."""
-  for key, row, value in table.rows(config):
+  for key, row, value in rows:
     for what, why in row.excludes.items() if value not in (row.unread, None) else ():
-      other, now, on = _on(what, config, sizes)
+      other, now, on = _on(what, values)
       if on:
         yield f"{key}={value!r} with {other}={now!r}: {why}; leave {key} at {row.unread!r}"
 
