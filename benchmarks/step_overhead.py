@@ -45,7 +45,6 @@ from absl import app, flags
 from etils import epath
 from ml_collections import ConfigDict
 
-from commands.eject import file_flags
 from configs.schema import finalize, validate
 from examples import one_file
 from input_pipeline.batches import EvaluationBatches
@@ -171,6 +170,8 @@ def get_config(case: str, overrides: Mapping[str, Any] | None = None):
 
 def plain_program(ready: setup.Job) -> one_file.Program:
   """Returns the reference's functions for a job's config."""
+  from commands.eject import file_flags  # which defines flags that another benchmark has, too
+
   values = file_flags(ready.config, ready.devices.platform, ready.devices.sizes)
   return one_file.Program(*one_file.started(one_file.Config(**values)))
 

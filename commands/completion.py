@@ -12,7 +12,6 @@ import re
 from absl import flags as absl_flags
 
 from commands import config_flag, flags, help
-from commands.refusal import refuse
 from commands.verbs import VERBS
 from configs import base
 from configs.schema import recipes, validate
@@ -114,7 +113,7 @@ def run(*words: str) -> int:
   if len(words) != 1 or words[0] not in SCRIPTS:
     given = words[0] if words else ""
     hint = nearest(given, SCRIPTS) if given else ""
-    return refuse(ValueError(f"completion takes one of {', '.join(SCRIPTS)}{hint}"))
+    raise ValueError(f"completion takes one of {', '.join(SCRIPTS)}{hint}")
   help.show(SCRIPTS[words[0]], end="")
   return exit_codes.DONE
 

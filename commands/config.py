@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping, Sequence
 from ml_collections import ConfigDict
 
 from commands import config_flag, flags, help
-from commands.refusal import refuse
 from configs import base
 from configs.schema import finalize, model_checks, recipes, validate
 from partitioning.mesh_sizes import resolve_sizes
@@ -30,39 +29,34 @@ def run(*words: str) -> int:
 
   A config that is refused is printed, too: its values say why.
   """
-  try:
-    parsed, given = flags.CONFIG.value, flags.CONFIG.location
-    platform, sizes, capability = target(parsed)
-    final, choices = finalize.with_choices(parsed, platform, sizes, capability)
-    values = dict(config_flag.leaves(final))
-    origin = origins(
-      *(parsed, final, choices),
-      file=config_flag.run_in(given) or given,
-      overridden=flags.CONFIG.overridden,
-      elsewhere=[
-        finalize.finalize(parsed, other, sizes) for other in PLATFORMS if other != platform
-      ],
-      platform=platform,
-    )
-    rows = []
-    for key in config_flag.named(words, [*values]) if words else values:
-      row, (kind, source) = help.key_row(key, final.argument), origin[key]
-      known = {"key": key, "value": values[key], "unit": row.unit}
-      rows.append({**known, "origin": kind, "source": source, "meaning": row.meaning})
-    changed = [row for row in rows if _is_changed(row)]
-    if flags.CHANGED.value:
-      rows = changed
-    if flags.JSON.value:
-      help.show(_json(rows))
-    elif words or flags.CHANGED.value:
-      help.show(_text(rows) or f"nothing is changed from the recipe {final.argument}")
-    else:
-      others = [row for row in rows if row not in changed]
-      help.show(_parts_text(changed, others, final.argument))
-    validate.check(final, sizes)
-    model_checks.check_attention_device(final.training, platform, capability)
-  except (ValueError, OSError, RuntimeError) as error:
-    return refuse(error)
+  parsed, given = flags.CONFIG.value, flags.CONFIG.location
+  platform, sizes, capability = target(parsed)
+  final, choices = finalize.with_choices(parsed, platform, sizes, capability)
+  values = dict(config_flag.leaves(final))
+  origin = origins(
+    *(parsed, final, choices),
+    file=config_flag.run_in(given) or given,
+    overridden=flags.CONFIG.overridden,
+    elsewhere=[finalize.finalize(parsed, other, sizes) for other in PLATFORMS if other != platform],
+    platform=platform,
+  )
+  rows = []
+  for key in config_flag.named(words, [*values]) if words else values:
+    row, (kind, source) = help.key_row(key, final.argument), origin[key]
+    known = {"key": key, "value": values[key], "unit": row.unit}
+    rows.append({**known, "origin": kind, "source": source, "meaning": row.meaning})
+  changed = [row for row in rows if _is_changed(row)]
+  if flags.CHANGED.value:
+    rows = changed
+  if flags.JSON.value:
+    help.show(_json(rows))
+  elif words or flags.CHANGED.value:
+    help.show(_text(rows) or f"nothing is changed from the recipe {final.argument}")
+  else:
+    others = [row for row in rows if row not in changed]
+    help.show(_parts_text(changed, others, final.argument))
+  validate.check(final, sizes)
+  model_checks.check_attention_device(final.training, platform, capability)
   return exit_codes.DONE
 
 

@@ -4,7 +4,7 @@ import collections
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import humanize
 from etils import epath
@@ -22,9 +22,9 @@ _INDENT = 9  # where what was found begins
 _ERRORS = (ValueError, OSError, RuntimeError)
 
 
-def run() -> int:
-  """Checks the installation; returns 0, or 3 where something is wrong."""
-  return _Checkup().run()
+def run() -> Callable[[], int]:
+  """Returns what checks the installation, and returns 0, or 3 where something is wrong."""
+  return _Checkup().run
 
 
 class _Checkup:

@@ -14,7 +14,6 @@ from ml_collections import ConfigDict
 
 from commands import config_flag, flags
 from commands.config import target
-from commands.refusal import refuse
 from configs import base
 from configs.schema import finalize, validate
 from runtime import exit_codes, files
@@ -24,21 +23,18 @@ FILE = pathlib.Path(__file__).parents[1] / "examples" / "one_file.py"
 
 def run() -> int:
   """Writes the file that `--to` names, and returns the exit code."""
-  try:
-    config = flags.CONFIG.value
-    platform, sizes, capability = target(config)
-    config = finalize.finalize(config, platform, sizes, capability)
-    validate.check(config, sizes)
-    values = file_flags(config, platform, sizes)
-    if not flags.TO.value:
-      raise ValueError("eject: name the file to write with --to=FILE.py")
-    file = epath.Path(flags.TO.value)
-    if file.exists():
-      raise ValueError(f"--to={file}: it exists, and may have been edited; name another file")
-    values["workdir"] = f"runs/{file.stem}"
-    files.replace(file, filled(FILE.read_text(), values, str(file), flags.command_line()))
-  except (ValueError, OSError, RuntimeError) as error:
-    return refuse(error)
+  config = flags.CONFIG.value
+  platform, sizes, capability = target(config)
+  config = finalize.finalize(config, platform, sizes, capability)
+  validate.check(config, sizes)
+  values = file_flags(config, platform, sizes)
+  if not flags.TO.value:
+    raise ValueError("eject: name the file to write with --to=FILE.py")
+  file = epath.Path(flags.TO.value)
+  if file.exists():
+    raise ValueError(f"--to={file}: it exists, and may have been edited; name another file")
+  values["workdir"] = f"runs/{file.stem}"
+  files.replace(file, filled(FILE.read_text(), values, str(file), flags.command_line()))
   print(f"wrote {file}; it trains with: python {file}", flush=True)
   return exit_codes.DONE
 

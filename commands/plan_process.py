@@ -26,10 +26,8 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from interop import hf_folder
-from planning.topology import parse
 from processes import preemption
 from runtime import exit_codes, extensions, files
-from runtime.chips import overridden
 from runtime.printable import printable
 from runtime.provenance import everything
 from runtime.units import clock
@@ -60,46 +58,6 @@ class WorkerError(exit_codes.RetryableError):
     self.printed = printed
 
 
-def run(
-  config: ConfigDict,
-  topology: str | None,
-  workdir: epath.Path,
-  *,
-  title: str,
-  simulate: bool = False,
-  debug: bool = False,
-  command: str = "",
-) -> int:
-  """Prints the plan, writes plan.json and plan.html, and returns 0 (fits), 3 (not), 1 (failed).
-
-  Args:
-    config: as parsed, with overrides.
-    topology: `v5p:4x4x4`; None: the devices at hand.
-    workdir: to write to.
-    title: of the plan.
-    simulate: plan for simulated devices instead of the attached ones.
-    debug: shows the compiler's output and the traceback of a refusal; ignores the cached plan.
-    command: the command line, which the page shows.
-
-  Raises:
-    ValueError: the plan is impossible; nothing has been written.
-    OSError: the workdir cannot be written to.
-  """
-  chips, _ = overridden(config.planning.constants)  # before anything is waited for
-  if topology is not None:
-    parse(topology, chips)
-  try:
-    found = made(config, topology, title=title, simulate=simulate, debug=debug, command=command)
-  except WorkerError as error:
-    sys.stderr.write(error.printed)
-    return exit_codes.FAILED
-  workdir.mkdir(parents=True, exist_ok=True)
-  files.replace(workdir / "plan.json", json.dumps(found["plan"], indent=2) + "\n")
-  files.replace(workdir / "plan.html", found["html"])
-  print(found["report"], f"page: {workdir / 'plan.html'}", *found["remarks"], sep="\n")
-  return exit_codes.DONE if found["plan"]["fits"] else exit_codes.CHECK_FAILED
-
-
 def made(
   config: ConfigDict,
   topology: str | None,
@@ -116,8 +74,8 @@ def made(
     config: as parsed, with overrides.
     topology: `v5p:4x4x4`; None: the devices at hand, whose plans are not kept.
     title: of the plan.
-    simulate: as of `run`, and so is `debug`.
-    debug: as of `run`.
+    simulate: plan for simulated devices instead of the attached ones.
+    debug: shows the compiler's output; ignores the cached plan.
     label: what a terminal shows while it is made.
     command: the command line, which the page shows.
 

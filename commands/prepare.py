@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.text import Text
 
 from commands import flags
-from commands.refusal import refuse
 from configs.schema import finalize, validate
 from input_pipeline import catalog
 from input_pipeline.ramp import Ramp
@@ -30,11 +29,8 @@ _EXAMPLES = 2  # conversations that are printed
 
 def run() -> int:
   """Prepares both splits and prints what they hold; returns the exit code."""
-  try:
-    with files.listed_once():
-      config, train, validation = _prepare(flags.CONFIG.value)
-  except (ValueError, OSError, RuntimeError) as error:
-    return refuse(error)
+  with files.listed_once():
+    config, train, validation = _prepare(flags.CONFIG.value)
   say(f"train: {train.name}, {len(train):,} rows")
   say(f"evaluation: {validation.name}, {len(validation):,} rows")
   splits.announce(train, validation, config.training.steps, Ramp.of(config.data))

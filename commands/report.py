@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from etils import epath
 
 from commands import flags
-from commands.refusal import refuse
 from reports import run_files, run_index, run_page
 from runtime import exit_codes, files, units
 from training.history import REPORT
@@ -19,21 +18,18 @@ AGAINST, INDEX = "against.html", "index.html"
 
 def run(*words: str) -> int:
   """Writes the page of the runs that words name, and returns the exit code."""
-  try:
-    words = [*([flags.WORKDIR.value] if flags.given(flags.WORKDIR) else []), *words]
-    folders = _folders(words)
-    file = _file(words, folders)
-    runs = [run_files.read(folder) for folder in folders]
-    command = flags.command_line()
-    if len(runs) == 1 and run_files.is_run(epath.Path(words[0])):
-      text = run_page.html(runs[0], command=command)
-    else:
-      _write_missing_pages(runs)
-      text = run_index.html(runs, page=file, command=command)
-      print(run_index.terminal(runs, shutil.get_terminal_size((100, 24)).columns), flush=True)
-    files.replace(file, text)
-  except (ValueError, OSError) as error:
-    return refuse(error)
+  words = [*([flags.WORKDIR.value] if flags.given(flags.WORKDIR) else []), *words]
+  folders = _folders(words)
+  file = _file(words, folders)
+  runs = [run_files.read(folder) for folder in folders]
+  command = flags.command_line()
+  if len(runs) == 1 and run_files.is_run(epath.Path(words[0])):
+    text = run_page.html(runs[0], command=command)
+  else:
+    _write_missing_pages(runs)
+    text = run_index.html(runs, page=file, command=command)
+    print(run_index.terminal(runs, shutil.get_terminal_size((100, 24)).columns), flush=True)
+  files.replace(file, text)
   print(f"wrote {file}, {units.size(len(text.encode()))}", flush=True)
   return exit_codes.DONE
 

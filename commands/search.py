@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from ml_collections import ConfigDict
 
 from commands import config_flag, flags, search_process
-from commands.refusal import refuse
 from configs.keys.data import DATA
 from planning import search_results
 from planning.topology import parse
@@ -19,13 +18,6 @@ from training.metrics.console import say
 
 def run() -> int:
   """Searches on each topology, prints the result and writes search.json and search.html."""
-  try:
-    return _run()
-  except (ValueError, OSError, RuntimeError) as error:
-    return refuse(error)
-
-
-def _run() -> int:
   config, workdir = flags.CONFIG.value, flags.workdir()
   names, prices = _asked(config.planning)
   workdir.mkdir(parents=True, exist_ok=True)

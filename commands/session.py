@@ -1,8 +1,8 @@
 """A command from its flags to its exit code: processes, watchdog, refusals.
 
 Each verb (commands/verbs.py) is a module of this package. `prepare(watch)` does everything that may
-be refused, and returns the function to run; verbs that are one process without a run (`alone`) have
-`run(*words)`.
+be refused, and returns the function to run; of verbs that are one process without a run (`alone`)
+`run(*words)` does, or returns the exit code itself.
 """
 
 import gc
@@ -47,7 +47,11 @@ def main(argv: list[str]) -> int:
   command = importlib.import_module(f"commands.{verb}")  # the others' imports take time
   gc.freeze()  # what was imported stays: tracing would look for garbage in it again and again
   if VERBS[verb].alone:
-    return command.run(*argv[2:])
+    try:
+      done = command.run(*argv[2:])
+    except (ValueError, OSError, RuntimeError) as error:
+      return refuse(error)
+    return done() if callable(done) else done
   return with_others(
     flags.CONFIG.value.processes, flags.workdir(), lambda watch: _run(command.prepare, verb, watch)
   )
