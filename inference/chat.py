@@ -7,6 +7,7 @@ assistant, a token of `generation_config.json` (`eos_token_id`), or the end of t
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,10 +54,9 @@ class CachedSampler(Sampler):
       request: the settings of the draws.
     """
     settings = self._put(self._settings(request))
-    pairs = enumerate(zip(self._known, tokens, strict=False))
-    common = next((i for i, (one, other) in pairs if one != other), None)
-    common = min(len(self._known), len(tokens)) if common is None else common
-    common = min(common, len(tokens) - 1)  # the last is always read: its logits are needed
+    # The last one is always read: its logits are needed.
+    pairs = zip(self._known, tokens[:-1], strict=False)
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     lengths_B = np.full(self.rows, common, np.int32)
     lengths_B = jax.device_put(lengths_B, self._cache.lengths.sharding)
     self._cache = dataclasses.replace(self._cache, lengths=lengths_B)

@@ -66,20 +66,10 @@ class Scorer:
     self._widths = [width for width in doubled(self._length) if self._sharded(width) is not None]
     self._compiled: dict[int, tuple[Any, NamedSharding]] = {}
 
-  def count(self, continuations: Sequence[Continuation]) -> int:
-    """Returns how many batches they take."""
-    return len(self._batches(continuations))
-
-  def compile(self, continuations: Sequence[Continuation]) -> None:
-    """Compiles the programs of their widths."""
-    for width in sorted({width for width, _ in self._batches(continuations)}):
-      if width not in self._compiled:
-        self._compiled[width] = self._program(width)
-
   def __call__(
     self,
     continuations: Sequence[Continuation],
-    before: Callable[[int], bool] | None = None,
+    before: Callable[[int, int], bool] | None = None,
   ) -> list[Score] | None:
     """Returns the score of each, in their order; None if it was stopped.
 
@@ -87,12 +77,12 @@ class Scorer:
 
     Args:
       continuations: at most `data.sequence_length` tokens of each are scored.
-      before: called with the number of each batch, from 0; False stops.
+      before: called before each batch with its number, from 0, and their count; False stops.
     """
-    self.compile(continuations)
     scores: list[Score | None] = [None] * len(continuations)
-    for number, (width, rows) in enumerate(self._batches(continuations)):
-      if before is not None and not before(number):
+    batches = self._batches(continuations)
+    for number, (width, rows) in enumerate(batches):
+      if before is not None and not before(number, len(batches)):
         return None
       found = jax.device_get(self._run(width, [continuations[row] for row in rows]))
       for place, row in enumerate(rows):
@@ -122,6 +112,8 @@ class Scorer:
       assert 1 <= one.scored <= last, (one.scored, last)
       arrays["tokens"][place, :last], arrays["targets"][place, :last] = tokens[:-1], tokens[1:]
       arrays["weights"][place, last - one.scored : last] = 1
+    if width not in self._compiled:
+      self._compiled[width] = self._program(width)
     function, sharding = self._compiled[width]
     batch = {
       name: jax.make_array_from_callback(array.shape, sharding, array.__getitem__)

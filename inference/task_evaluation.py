@@ -350,9 +350,7 @@ def evaluate(
     before: called before each batch; False stops.
   """
   rows = [one for task in tasks for record in task.rows for one in record]
-  scorer = Scorer(model)
-  count = scorer.count(rows)
-  scores = scorer(rows, lambda number: before is None or before("scoring", number, count))
+  scores = Scorer(model)(rows, before and functools.partial(before, "scoring"))
   if scores is None:
     return None
   results, left, generator = [], iter(scores), BatchGenerator(model)

@@ -64,9 +64,9 @@ def test_scores_are_those_of_each_row_alone(name, expected):
   with jax.enable_x64(True):
     job = make_job(strategy, "lm", **SIZES, **overrides)
     scorer = Scorer(TrainedModel(job, first_state(job).params))
-    given = continuations()
-    assert scorer.count(given) == 2
-    found = scorer(given)
+    before = []
+    found = scorer(continuations(), lambda *batch: before.append(batch) is None)
+  assert before == [(0, 2), (1, 2)]
   np.testing.assert_allclose(
     [one.log_likelihood for one in found], [value for value, _ in expected], rtol=1e-12
   )
@@ -90,7 +90,7 @@ def test_a_continuation_that_the_model_would_write_is_greedy():
   assert [one.greedy for one in scorer([Continuation(right, 3), Continuation(wrong, 3)])] == [
     *(True, False)
   ]
-  assert scorer([Continuation(right, 3)], lambda number: False) is None, "stopped"
+  assert scorer([Continuation(right, 3)], lambda number, count: False) is None, "stopped"
 
 
 # ---- Texts as continuations ----
