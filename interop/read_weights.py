@@ -242,41 +242,32 @@ def combined(
   found: dict[str, Weights] = {}
   wrong, used = [], set()
   for name, one in stored.items():
-    scales = _scales_of(name, one)
+    scales, shape, dtypes, group = _scales_of(name, one, block)
     if scales not in stored:
       found[name] = one
       continue
     used.add(scales)
-    if name.endswith(_BLOCKS) and one.shape[-1] != _MXFP4_BYTES:
+    there = stored[scales]
+    if one.dtype == "U8" and one.shape[-1] != _MXFP4_BYTES:
       wrong.append(f"{name} has {one.shape[-1]} bytes in a block; {_MXFP4_BYTES} are read")
-      continue
-    shape, kinds = _scales_shape(name, one, block)
-    if stored[scales].shape != shape or stored[scales].dtype not in kinds:
-      there = f"{stored[scales].dtype}{list(stored[scales].shape)}"
-      wanted = f"{kinds[0]}{list(shape)}"
-      wrong.append(f"{scales} is {there}, and {name} {one.dtype}{list(one.shape)} needs {wanted}")
-    elif name.endswith(_BLOCKS):
-      found[name] = Quantized(one, stored[scales], (1, MXFP4_GROUP))
+    elif there.shape != shape or there.dtype not in dtypes:
+      needs = f"{name} {one.dtype}{list(one.shape)} needs {dtypes[0]}{list(shape)}"
+      wrong.append(f"{scales} is {there.dtype}{list(there.shape)}, and {needs}")
     else:
-      found[name] = Quantized(one, stored[scales], block)
+      found[name] = Quantized(one, there, group)
   return {name: one for name, one in found.items() if name not in used}, wrong
 
 
-def _scales_of(name: str, one: Stored) -> str:
-  """Returns the name of a quantized tensor's scales; "" of one that is not."""
-  if name.endswith(_BLOCKS) and one.dtype == "U8" and len(one.shape) > 2:
-    return name.removesuffix(_BLOCKS) + _SCALES
-  return name + _INVERSE if one.dtype == "F8_E4M3" and len(one.shape) > 1 else ""
-
-
-def _scales_shape(
+def _scales_of(
   name: str, one: Stored, block: tuple[int, int]
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-  """Returns the shape of a quantized tensor's scales, and the dtypes that they may have."""
-  if name.endswith(_BLOCKS):
-    return one.shape[:-1], ("U8",)
+) -> tuple[str, tuple[int, ...], tuple[str, ...], tuple[int, int]]:
+  """Returns name, shape, dtypes and group of a tensor's scales; "" and others if it has none."""
+  if one.dtype == "U8" and name.endswith(_BLOCKS) and len(one.shape) > 2:
+    return name.removesuffix(_BLOCKS) + _SCALES, one.shape[:-1], ("U8",), (1, MXFP4_GROUP)
+  if one.dtype != "F8_E4M3" or len(one.shape) < 2:
+    return "", (), (), block
   blocks = (-(-size // part) for size, part in zip(one.shape[-2:], block, strict=True))
-  return (*one.shape[:-2], *blocks), ("F32", *DTYPES)
+  return name + _INVERSE, (*one.shape[:-2], *blocks), ("F32", *DTYPES), block
 
 
 # ------------------------------ a model's folder ------------------------------
