@@ -20,28 +20,18 @@ import numpy as np
 from planning.topology import Topology
 from runtime.chips import Rates
 
-# Kind -> how often V passes a link.
+# Kind -> how often V passes a link, and the device's own memory: what is received is written, what
+# is sent on is read, and a sum also reads the device's own part.
 _PASSES = {
-  "all-gather": 1.0,
-  "reduce-scatter": 1.0,
-  "all-reduce": 2.0,
-  "all-to-all": 0.25,
-  "ragged-all-to-all": 0.25,
-  "collective-permute": 1.0,
-  "collective-broadcast": 1.0,
+  "all-gather": (1.0, 2.0),
+  "reduce-scatter": (1.0, 3.0),
+  "all-reduce": (2.0, 5.0),  # a reduce-scatter and an all-gather
+  "all-to-all": (0.25, 2.0),
+  "ragged-all-to-all": (0.25, 2.0),
+  "collective-permute": (1.0, 2.0),
+  "collective-broadcast": (1.0, 2.0),
 }
 _ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
-# Kind -> how often V passes the device's own memory: what is received is written, what is sent on
-# is read, and a sum also reads the device's own part.
-_MEMORY_PASSES = {
-  "all-gather": 2.0,
-  "reduce-scatter": 3.0,
-  "all-reduce": 5.0,  # a reduce-scatter and an all-gather
-  "all-to-all": 2.0,
-  "ragged-all-to-all": 2.0,
-  "collective-permute": 2.0,
-  "collective-broadcast": 2.0,
-}
 
 
 DCN = "DCN"  # between machines of GPUs, and between slices
@@ -202,7 +192,7 @@ def seconds(kind: str, size: float, wire: Wire, rates: Rates) -> float:
     rates: the achieved share of a link's bandwidth.
   """
   beside = wire.hops * rates.hop_seconds + wire.latency
-  bandwidth, passes = wire.bandwidth, _PASSES[kind]
+  bandwidth, (passes, _) = wire.bandwidth, _PASSES[kind]
   if kind in _ALL_TO_ALL and wire.network != "ICI":
     bandwidth, passes = wire.alone or bandwidth, 1.0
   return passes * size / (bandwidth * rates.link) + beside
@@ -210,4 +200,4 @@ def seconds(kind: str, size: float, wire: Wire, rates: Rates) -> float:
 
 def memory_bytes(kind: str, size: float) -> float:
   """Returns the bytes that one run reads and writes in the memory of a device that it runs on."""
-  return _MEMORY_PASSES[kind] * size
+  return _PASSES[kind][1] * size

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -274,29 +273,27 @@ class Costs:
     """Returns the cost of one run."""
     if instruction.opcode in FREE or instruction.opcode.endswith(("-done", "-update")):
       return Work(0, 0)
-    flops, eight_bit = self._own_flops(computation, instruction)
-    return Work(flops, self._bytes(computation, instruction), eight_bit)
+    size = self._bytes(computation, instruction)
+    return self._own_flops(computation, instruction) + Work(0, size)
 
-  def _own_flops(
-    self, computation: hlo.Computation, instruction: hlo.Instruction
-  ) -> tuple[float, float]:
-    """Returns all FLOPs, and those of matmuls with 8-bit operands."""
+  def _own_flops(self, computation: hlo.Computation, instruction: hlo.Instruction) -> Work:
+    """Returns the FLOPs of an instruction, without its bytes."""
     flops = 0.0
     if instruction.opcode == "dot":
       flops = _dot(computation, instruction)
     elif instruction.opcode == "convolution":
       flops = _convolution(computation, instruction)
     elif instruction.opcode == "custom-call":
-      return _kernel(computation, instruction), 0.0
+      return Work(_kernel(computation, instruction), 0)
     elif instruction.opcode == "fusion" or instruction.opcode.startswith("async"):
-      return _sum(map(self._flops, instruction.called()))
+      return sum(map(self._flops, instruction.called()), Work(0, 0))
     narrow = flops and all(map(_EIGHT_BIT.match, computation.operand_shapes(instruction)[:2]))
-    return flops, flops if narrow else 0.0
+    return Work(flops, 0, flops if narrow else 0.0)
 
-  def _flops_of(self, name: str) -> tuple[float, float]:
+  def _flops_of(self, name: str) -> Work:
     computation = self._program.computations[name]
     inside = computation.instructions.values()
-    return _sum(self._own_flops(computation, instruction) for instruction in inside)
+    return sum((self._own_flops(computation, one) for one in inside), Work(0, 0))
 
   def _bytes(self, computation: hlo.Computation, instruction: hlo.Instruction) -> float:
     """Returns the bytes read and written; for a slice of a larger array, only the slice.
@@ -326,13 +323,6 @@ class Costs:
     computation = self._program.computations[name]
     inside = computation.instructions.values()
     return sum(self.work(computation, instruction).bytes for instruction in inside)
-
-
-def _sum(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
-  first, second = 0.0, 0.0
-  for one, other in pairs:
-    first, second = first + one, second + other
-  return first, second
 
 
 def _dims(settings: str, name: str) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from configs.schema import step_checks, validate
 from partitioning.rules import size_text
-from planning import memory
+from planning import memory, search_space
 from planning.aot import Target
 from planning.step_facts import StepFacts, of_job
 from planning.step_time import Sent
@@ -37,8 +37,8 @@ class Suggestion:
   @property
   def overrides(self) -> str:
     """Returns flags to copy."""
-    more = [f"--topology={self.topology}"] if self.topology else []
-    return " ".join([*more, *(f"--config.{key}={value}" for key, value in self.changed.items())])
+    more = f"--topology={self.topology} " if self.topology else ""
+    return more + search_space.text(self.changed)
 
 
 @dataclasses.dataclass(frozen=True)

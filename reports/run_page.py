@@ -4,14 +4,13 @@
 which does not import JAX.
 """
 
-import dataclasses
 import datetime
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
@@ -29,18 +28,10 @@ SAMPLES = 8  # that are shown
 CHECKPOINTS = 40  # steps that are listed
 
 
-@dataclasses.dataclass(frozen=True)
-class Section:
-  """A section.
-
-  Attributes:
-    title: its heading.
-    macro: of `templates/run_sections.html.j2`, which renders it.
-    values: its argument.
-  """
+class Section(NamedTuple):
+  """A section: its heading, and the argument of its macro."""
 
   title: str
-  macro: str
   values: Mapping[str, Any]
 
 
@@ -71,7 +62,7 @@ def goodput(run: Run) -> Section | None:
   title = (
     f"{units.clock(whole)} from the first start on, over {many}" if run.starts else "all starts"
   )
-  return Section("Where the time went", "goodput", {"parts": parts, "title": title})
+  return Section("Where the time went", {"parts": parts, "title": title})
 
 
 def _first_steps(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -122,7 +113,7 @@ def step_time(run: Run) -> Section | None:
     "accuracy": predicted.get("accuracy", ""),
     "missing": predicted.get("missing", ""),
   }
-  return Section("Step time and collectives", "step_time", values)
+  return Section("Step time and collectives", values)
 
 
 def _cost(predicted: Mapping[str, Any] | None) -> list[str]:
@@ -148,7 +139,6 @@ def memory(run: Run) -> Section | None:
   sums.append(("memory of a device" + (", assumed" if simulated else ""), limit))
   return Section(
     "Memory of a device",
-    "memory",
     {
       "bar": memory_bar(parts, limit, measured),
       "sums": [(name, units.size(size)) for name, size in sums if size is not None],
@@ -169,7 +159,7 @@ def layout(run: Run) -> Section | None:
     f"{counts}; with optimizer state {units.size(held)} per device, of which "
     f"{units.size(values['replicated_bytes'])} are replicated on every device."
   )
-  return Section("Mesh and layout", "layout", {**values, "text": text})
+  return Section("Mesh and layout", {**values, "text": text})
 
 
 def pipeline(run: Run) -> Section | None:
@@ -179,7 +169,7 @@ def pipeline(run: Run) -> Section | None:
     return None
   layers = values.pop("layers")
   schedule = Schedule(**values)
-  return Section("Pipeline", "pipeline", pipeline_picture.for_page(schedule, layers))
+  return Section("Pipeline", pipeline_picture.for_page(schedule, layers))
 
 
 def samples(run: Run) -> Section | None:
@@ -196,7 +186,7 @@ def samples(run: Run) -> Section | None:
     }
     for one in kept
   ]
-  return Section("Samples", "samples", {"rows": rows, "count": len(drawn)})
+  return Section("Samples", {"rows": rows, "count": len(drawn)})
 
 
 def starts(run: Run) -> Section | None:
@@ -223,7 +213,7 @@ def starts(run: Run) -> Section | None:
     before = versions
   if not rows:
     return None
-  return Section("Starts", "starts", {"rows": rows, "versions": before})
+  return Section("Starts", {"rows": rows, "versions": before})
 
 
 def _ending(run: Run, place: int) -> str:
@@ -249,7 +239,7 @@ def checkpoints(run: Run) -> Section | None:
   kept = [f"{run.saved[place]:,}" for place in evenly(len(run.saved), CHECKPOINTS)]
   on_disk = [f"{step:,}" for step in run.on_disk[-CHECKPOINTS:]]
   values = {"saved": kept, "count": len(run.saved), "on_disk": on_disk}
-  return Section("Checkpoints", "checkpoints", values)
+  return Section("Checkpoints", values)
 
 
 def bad_steps(run: Run) -> Section | None:
@@ -266,7 +256,7 @@ def bad_steps(run: Run) -> Section | None:
     ]
     for step, why in run_charts.bad_steps(run)
   ]
-  return Section("Bad steps", "bad_steps", {"rows": rows}) if rows else None
+  return Section("Bad steps", {"rows": rows}) if rows else None
 
 
 def configuration(run: Run) -> Section | None:
@@ -275,7 +265,7 @@ def configuration(run: Run) -> Section | None:
     return None
   rows = [(key, value_text(value)) for key, value in run.config.items()]
   versions = run.starts[-1].get("versions", {}) if run.starts else {}
-  return Section("Config and versions", "configuration", {"rows": rows, "versions": versions})
+  return Section("Config and versions", {"rows": rows, "versions": versions})
 
 
 def value_text(value: Any) -> str:
@@ -318,13 +308,13 @@ def _longer(run: Run) -> tuple[str, str]:
 
 def commands(run: Run) -> Section:
   """Returns the section of the commands."""
-  return Section("Commands", "commands", {"commands": commands_of_run(run)})
+  return Section("Commands", {"commands": commands_of_run(run)})
 
 
 # ------------------------------ the page ------------------------------
 
 # What follows the charts, in this order: functions that return a section of the page, or None where
-# a run has nothing for it. The macro of a section is in templates/run_sections.html.j2.
+# a run has nothing for it. Its macro, in templates/run_sections.html.j2, has the function's name.
 SECTIONS: tuple[Callable[[Run], Section | None], ...] = (
   samples,
   goodput,
@@ -357,7 +347,7 @@ def html(run: Run, *, command: str = "") -> str:
     marks=sorted({mark.kind for mark in run_charts.marks_of(run)}),
     tables=[*_numbers(run)],
     damaged=run.damaged,
-    sections=[section for make in SECTIONS if (section := make(run)) is not None],
+    sections=[(make.__name__, found) for make in SECTIONS if (found := make(run)) is not None],
   )
 
 
