@@ -32,7 +32,7 @@ SIZES = {"layers": 2, "model_size": 24, "feedforward_size": 40, "heads": 6, "kv_
 SIZES |= {"head_size": 10, "norm_epsilon": 1e-5, "rotary_base": 5e3, "separate_documents": True}
 DATA = {"sequence_length": 29, "global_batch_size": 8}
 OPTIMIZER = {"learning_rate": 3e-3, "warmup_steps": 2, "weight_decay": 0.3, "clip_norm": 0.7}
-STEPS = 4
+STEPS = 20
 RUN = {"steps": STEPS, "log_every": 1, "evaluate_every": 0, "evaluation_batches": 2, "seed": 3}
 CONFIG = one_file.Config(**SIZES, **DATA, **OPTIMIZER, **RUN, sample_tokens=0)
 
