@@ -7,7 +7,6 @@ programs are run again with their intermediate values recorded, and the first of
 in the order of computation is named with its line.
 """
 
-import dataclasses
 import difflib
 import functools
 import itertools
@@ -25,9 +24,9 @@ from checks.report import SHOWN, Finding, Outcome
 from runtime.collectives import size_text
 
 STEPS = 3
-# The least bounds of relative L2 differences, by the width of the numbers, and the factor on what
-# is measured: another mesh cuts sums into more parts than two.
-LEAST = {"float64": 1e-11, "float32": 1e-5}
+# The least bounds of relative L2 differences, and the factor on what is measured: another mesh cuts
+# sums into more parts than two.
+LEAST, LEAST_IN_FLOAT32 = 1e-11, 1e-5
 FACTOR = 10
 _FLOOR = 1e-7  # of the largest tensor of its kind: below it, a tensor is zero but for rounding
 _MOST_RECORDED = 2**30  # bytes
@@ -46,18 +45,7 @@ _CAUSES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Trained:
-  """Three steps of a program on one mesh.
-
-  Attributes:
-    dtype: of the arithmetic: float64 or float32, the latter also for narrower programs.
-    tensors: name -> array, in the order of computation: the loss and gradients (or changes of the
-      state) of the first step, the other losses, the state at the end.
-  """
-
-  dtype: str
-  tensors: dict[str, np.ndarray]
+Tensors = dict[str, np.ndarray]  # by name, in the order of computation
 
 
 def check(case: Case, first: Case, *, record: bool = True) -> Outcome | None:
@@ -70,26 +58,28 @@ def check(case: Case, first: Case, *, record: bool = True) -> Outcome | None:
   """
   if case is first:
     return None
-  reference, bounds = reference_of(first)
-  found = train(case, wide=reference.dtype == "float64", start=first.start)
-  relative = differences(reference.tensors, found.tensors)
+  reference, bounds, wide = reference_of(first)
+  found = train(case, wide=wide, start=first.start)
+  relative = differences(reference, found)
   findings = list(_initial(first, case))
   if beyond := beyond_bounds(relative, bounds):
     findings.append(_difference(first, case, found, beyond, record))
   worst = max(relative, key=lambda name: relative[name] / bounds[name])
-  note = f"{reference.dtype}, {len(relative)} tensors; nearest to its bound: {worst}, "
+  note = (
+    f"{'float64' if wide else 'float32'}, {len(relative)} tensors; nearest to its bound: {worst}, "
+  )
   note += f"{relative[worst]:.1e} of {bounds[worst]:.1e}"
   return Outcome("equality", case.name, findings, note)
 
 
 @functools.cache  # for the other meshes, and for `invariance`
-def reference_of(case: Case) -> tuple[Trained, dict[str, float]]:
-  """Returns a mesh's three steps, and the bound of each tensor's relative difference."""
+def reference_of(case: Case) -> tuple[Tensors, dict[str, float], bool]:
+  """Returns three steps of a mesh, the bounds of relative differences, and whether in float64."""
   wide = allows_float64(case)
   found, halves = (train(case, wide=wide, halves=halves) for halves in (False, True))
-  measured = differences(found.tensors, halves.tensors)
-  least = LEAST[found.dtype]
-  return found, {name: max(least, FACTOR * one) for name, one in measured.items()}
+  least = LEAST if wide else LEAST_IN_FLOAT32
+  measured = differences(found, halves)
+  return found, {name: max(least, FACTOR * one) for name, one in measured.items()}, wide
 
 
 def beyond_bounds(relative: dict[str, float], bounds: dict[str, float]) -> dict[str, float]:
@@ -100,14 +90,14 @@ def beyond_bounds(relative: dict[str, float], bounds: dict[str, float]) -> dict[
 # ---- Three steps ----
 
 
-def widened(tree: Any) -> Any:
-  """Returns a tree of the host with its floating-point leaves as float64."""
-  return jax.tree.map(lambda x: np.asarray(x, np.float64) if is_float(x) else x, tree)
+def cast(tree: Any, *, wide: bool) -> Any:
+  """Returns a tree of the host with its floating-point leaves as float64, if it is to be wide."""
+  return jax.tree.map(lambda x: np.asarray(x, np.float64) if wide and is_float(x) else x, tree)
 
 
 def allows_float64(case: Case) -> bool:
   """Returns whether a step takes a float64 state and returns one, and a float64 loss."""
-  state, batch = widened(case.start), widened(case.rows)
+  state, batch = cast((case.start, case.rows), wide=True)
   with x64(True):
     try:
       out, metrics = jax.eval_shape(case.program.step, state, batch)
@@ -117,19 +107,22 @@ def allows_float64(case: Case) -> bool:
   return all(jax.tree.leaves(kept)) and loss_of(metrics, case.describe.loss).dtype == np.float64
 
 
-def train(case: Case, *, wide: bool, start: Any = None, halves: bool = False) -> Trained:
+def train(case: Case, *, wide: bool, start: Any = None, halves: bool = False) -> Tensors:
   """Trains three steps, each on a batch of its own.
 
   Args:
     case: the program.
-    wide: in float64.
+    wide: in float64; else in what the program computes in.
     start: the initial state, instead of the program's own.
     halves: with each sum in two halves.
+
+  Returns:
+    The loss and gradients (or changes of the state) of the first step, the other losses, and the
+    state at the end.
   """
-  cast = widened if wide else lambda tree: tree
-  states = [cast(case.start if start is None else start)]
-  batches = [cast(case.batch(number)) for number in range(STEPS)]
-  losses, first = [], None
+  states = [cast(case.start if start is None else start, wide=wide)]
+  batches = [cast(case.batch(number), wide=wide) for number in range(STEPS)]
+  found = []
   with x64(wide):
     arguments = case.place(states[0], batches[0])
     step = case.program.step
@@ -137,22 +130,20 @@ def train(case: Case, *, wide: bool, start: Any = None, halves: bool = False) ->
       halved = jaxprs.Replay(step, *arguments, rule=jaxprs.in_halves)
       step = lambda state, batch: halved(state, batch)[0]  # noqa: E731
     run, state = case.jitted(step), arguments[0]
-    for number, batch in enumerate(batches):
+    for batch in batches:
       state, metrics = run(state, case.place(batch=batch)[1])
-      first = first or metrics
-      losses.append(np.asarray(loss_of(metrics, case.describe.loss)))
-      if number in (0, STEPS - 1):
-        states.append(to_host(state))
+      states.append(to_host(state))
+      found.append(to_host(metrics))
+  loss, *losses = (loss_of(metrics, case.describe.loss) for metrics in found)
   if case.describe.gradients:
-    its = _floats(first[case.describe.gradients])
+    its = _floats(found[0][case.describe.gradients])
     changes = {f"gradient of {name}": value for name, value in its.items()}
   else:
     before, after = _floats(states[0]), _floats(states[1])
     changes = {f"change of {name}": after[name] - before[name] for name in after}
-  tensors = {"loss at step 1": losses[0], **changes}
-  tensors |= {f"loss at step {i + 2}": loss for i, loss in enumerate(losses[1:])}
-  tensors |= {f"{name} after step {STEPS}": value for name, value in _floats(states[-1]).items()}
-  return Trained("float64" if wide else "float32", tensors)
+  tensors = {"loss at step 1": loss, **changes}
+  tensors |= {f"loss at step {i + 2}": loss for i, loss in enumerate(losses)}
+  return tensors | {f"{x} after step {STEPS}": value for x, value in _floats(states[-1]).items()}
 
 
 def loss_of(metrics: Any, name: str) -> Any:
@@ -168,7 +159,7 @@ def _floats(tree: Any) -> dict[str, np.ndarray]:
   return {name: np.asarray(x, np.float64) for name, x in leaves.items() if is_float(x)}
 
 
-def differences(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> dict[str, float]:
+def differences(ours: Tensors, theirs: Tensors) -> dict[str, float]:
   """Returns the relative L2 difference of each tensor.
 
   A tensor that is zero but for rounding, next to the largest of its kind, is measured by that one.
@@ -219,14 +210,12 @@ def _initial(first: Case, other: Case):
     )
 
 
-def _difference(first, other, found, beyond, record) -> Finding:
-  reference, bounds = reference_of(first)
+def _difference(first: Case, other: Case, found: Tensors, beyond, record: bool) -> Finding:
+  reference, bounds, _ = reference_of(first)
   named = next(iter(beyond))
-  place, cause, lines = "", "", []
-  if record:
-    place, cause, lines = _begins(first, other, reference, max(bounds.values()))
+  place, cause, lines = _begins(first, other) if record else ("", "", [])
   numbers = {"relative difference": beyond[named], "bound": bounds[named]}
-  if times := _times(reference.tensors[named], found.tensors[named], bounds[named]):
+  if times := _times(reference[named], found[named], bounds[named]):
     numbers["times the one on the first mesh"] = times
     cause = "a sum over devices that is missing or taken twice, a mean of means, a factor"
   table = [f"{name:<48} {one:.1e} of {bounds[name]:.1e}" for name, one in beyond.items()]
@@ -250,13 +239,12 @@ def _times(ours: np.ndarray, theirs: np.ndarray, bound: float) -> float | None:
   return float(whole) if near and whole != 1 and 1 / 64 <= whole <= 64 else None
 
 
-def _begins(first: Case, other: Case, reference: Trained, widest: float):
+def _begins(first: Case, other: Case) -> tuple[str, str, list[str]]:
   """Returns (where, likely cause, lines) of the first recorded result that differs."""
-  wide = reference.dtype == "float64"
-  cast = widened if wide else lambda tree: tree
+  _, bounds, wide = reference_of(first)
   recorded = []
   for case in (first, other):
-    given, rows = cast(first.start), cast(first.rows)
+    given, rows = cast((first.start, first.rows), wide=wide)
     with x64(wide):
       arguments = case.place(given, rows)
       replay = jaxprs.Replay(case.program.step, *arguments)
@@ -265,7 +253,7 @@ def _begins(first: Case, other: Case, reference: Trained, widest: float):
       record = lambda state, batch, replay=replay: replay(state, batch)[1]  # noqa: E731
       values = case.jitted(record, out=False)(*arguments)
       recorded.append(list(zip(replay.labels, map(np.asarray, values), strict=True)))
-  bound = max(1e-8 if wide else 1e-3, widest)
+  bound = max(1e-8 if wide else 1e-3, *bounds.values())
   label, difference, last, alone = first_difference(*recorded, bound)
   if label is None:
     return "", _ELEMENTWISE, []

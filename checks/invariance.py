@@ -179,9 +179,10 @@ def _variants(program: Program) -> Iterator[tuple[str, Program, str]]:
 
 
 def _to_rounding(case: Case, name: str, program: Program, cause: str) -> Iterator[Finding]:
-  reference, bounds = equality.reference_of(case)
-  found = equality.train(Case(program), wide=reference.dtype == "float64", start=case.start)
-  relative = equality.differences(reference.tensors, found.tensors)
+  reference, bounds, wide = equality.reference_of(case)
+  relative = equality.differences(
+    reference, equality.train(Case(program), wide=wide, start=case.start)
+  )
   if beyond := equality.beyond_bounds(relative, bounds):
     worst = next(iter(beyond))
     yield Finding(

@@ -25,8 +25,8 @@ MUTANTS = {
 @pytest.fixture
 def known(monkeypatch, one):
   """Has `equality` take the bounds of the decoder without bugs: rounding is the same."""
-  _, bounds = equality.reference_of(one)
-  trained = lambda case: (equality.train(case, wide=True), bounds)  # noqa: E731
+  _, bounds, wide = equality.reference_of(one)
+  trained = lambda case: (equality.train(case, wide=wide), bounds, wide)  # noqa: E731
   monkeypatch.setattr(equality, "reference_of", trained)
 
 
