@@ -18,7 +18,7 @@ import jax
 
 from checks import jaxprs
 from checks.case import Case
-from checks.report import SHOWN, Finding, Outcome
+from checks.report import SHOWN, Finding, Outcome, counted
 from runtime import collectives, hlo
 from runtime.collectives import Collective, size_text
 
@@ -93,7 +93,7 @@ def _involuntary(case: Case) -> Iterator[Finding]:
   if found:
     lines = dict.fromkeys(map("".join, found))
     yield Finding(
-      f"the compiler replicates {len(lines)} tensors to change their sharding",
+      f"the compiler replicates {counted(len(lines), 'tensor', 'tensors')} to change the sharding",
       found[0][0],
       {"warnings of involuntary full rematerialization": len(said)},
       "two sharding constraints that no collective leads between, or a gather from a table whose "
@@ -176,7 +176,8 @@ def _not_scattered(case: Case, records, stacked: set[str]) -> Iterator[Finding]:
     return
   largest = max(found.values(), key=lambda one: one.bytes)
   yield Finding(
-    f"the gradients of {len(found)} sharded leaves are all-reduced, and kept in full everywhere",
+    f"the gradients of {counted(len(found), 'sharded leaf', 'sharded leaves')} are all-reduced, "
+    "and kept in full everywhere",
     _where(largest),
     {"leaves_bytes": sum(case.leaves[leaf].nbytes for leaf in found)}
     | {"one all-reduce_bytes": largest.bytes},

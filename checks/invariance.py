@@ -15,7 +15,7 @@ import numpy as np
 from checks import equality
 from checks.case import Case, axes_of, is_key, leaf_of, named_leaves, replaced, to_host
 from checks.program import Description, Program
-from checks.report import SHOWN, Finding, Outcome
+from checks.report import SHOWN, Finding, Outcome, counted
 from runtime.collectives import size_text
 
 
@@ -52,7 +52,8 @@ def bits_apart(ours: Any, theirs: Any) -> list[str]:
 def _repeated(first: Any, second: Any) -> Iterator[Finding]:
   if apart := bits_apart(first, second):
     yield Finding(
-      f"two runs from the same state on the same batch differ in {len(apart)} leaves",
+      f"two runs from the same state on the same batch differ in "
+      f"{counted(len(apart), 'leaf', 'leaves')}",
       apart[0],
       {"leaves": len(named_leaves(first))},
       "something outside of the state: random numbers of the host, a callback, the time; on "
@@ -112,7 +113,7 @@ def _kept_types(case: Case) -> Iterator[Finding]:
   changed = [f"{name}: {old} becomes {new}" for name, (old, new) in known.items() if old != new]
   if changed:
     yield Finding(
-      f"the state's type changes in a step, for {len(changed)} leaves",
+      f"the state's type changes in a step, for {counted(len(changed), 'leaf', 'leaves')}",
       changed[0].partition(":")[0],
       {},
       "a cast that is missing where the update is applied, or a weakly typed initial value; the "

@@ -14,7 +14,7 @@ import jax
 
 from checks import jaxprs
 from checks.case import SEED, Case, axes_of, leaf_of
-from checks.report import SHOWN, Finding, Outcome
+from checks.report import SHOWN, Finding, Outcome, counted
 from runtime.collectives import size_text
 
 # Leaves of one dim (norms, biases) and those that are a smaller part of the state than this are
@@ -67,7 +67,8 @@ def _state(case: Case, cut) -> Iterator[Finding]:
     largest, lines = sorted(found, key=lambda name: -found[name]), _initializers(case)
     made = {name: f"{name} (made at {lines[name]})" if lines[name] else name for name in largest}
     yield Finding(
-      f"{len(found)} state leaves are the same on all {mesh.shape[axis]} devices of axis {axis}",
+      f"{counted(len(found), 'state leaf is', 'state leaves are')} the same on all "
+      f"{mesh.shape[axis]} devices of axis {axis}",
       ", ".join(made[name] for name in largest[:3]) + (", ..." if len(largest) > 3 else ""),
       {"leaves_bytes": sum(leaves[name].nbytes for name in found)}
       | {"wasted on each device_bytes": sum(found.values())}
@@ -113,8 +114,8 @@ def _intermediates(case: Case) -> Iterator[Finding]:
   wrong.sort(key=lambda one: -one[0])
   size, label, missing = wrong[0]
   yield Finding(
-    f"{len(wrong)} intermediate values have all rows of the batch on every device of an axis that "
-    "cuts the batch",
+    f"{counted(len(wrong), 'intermediate value has', 'intermediate values have')} all rows of the "
+    "batch on every device of an axis that cuts the batch",
     str(label),
     {"value_bytes": size, "on axes": "+".join(sorted(missing)), "copies": case.parts(missing)},
     "a sharding constraint without the batch's axes, or none where the compiler has to choose: "

@@ -75,8 +75,13 @@ class Report:
     return WRONG if self.findings else NOTHING
 
 
+def counted(count: int, one: str, more: str) -> str:
+  """Returns `1 leaf` or `3 leaves`."""
+  return f"{count} {one if count == 1 else more}"
+
+
 def _count(findings: Sequence) -> str:
-  return f"{len(findings)} finding{'s' * (len(findings) > 1)}" if findings else ""
+  return counted(len(findings), "finding", "findings") if findings else ""
 
 
 def _number(name: str, value: object) -> str:

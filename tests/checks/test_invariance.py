@@ -56,7 +56,7 @@ def test_a_clean_program_gives_no_finding(one, clean):
 def test_numbers_of_the_host_make_two_runs_differ(one):
   """A textbook error."""
   found = invariance.check(Case(decoder.program({}, "noise_of_host")), one).findings
-  assert found[0].what == "two runs from the same state on the same batch differ in 1 leaves"
+  assert found[0].what == "two runs from the same state on the same batch differ in 1 leaf"
   assert found[0].where == "state/params/norm"
 
 

@@ -47,7 +47,7 @@ BUDGETS = {
   # karpathy/llm.c#421).
   "gradients_replicated": (decoder.MESH, "are all-reduced, and kept in full", "decoder.py"),
   # Involuntary full rematerialization (jax-ml/jax#21562).
-  "involuntary": (EIGHT, "replicates 2 tensors to change their sharding", "gather f32[8,12,8]"),
+  "involuntary": (EIGHT, "replicates 2 tensors to change the sharding", "gather f32[8,12,8]"),
 }
 
 
