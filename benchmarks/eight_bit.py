@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from benchmarks.timing import job_of
+from benchmarks import timing
 from partitioning.parallel import eight_bit
 from partitioning.rules import named_leaves
 from runtime import devices
@@ -50,7 +50,7 @@ def variant_job(variant: str, seed: int, **changes) -> setup.Job:
   """Returns the job of a variant."""
   own = {"seed": seed, "data.global_batch_size": ROWS, "training.steps": STEPS.value}
   compute = {"training.compute_dtype": "bfloat16"}
-  return job_of("lm", {**own, **compute, **VARIANTS[variant], **changes})
+  return timing.job_of("lm", {**own, **compute, **VARIANTS[variant], **changes})
 
 
 @contextlib.contextmanager
@@ -78,16 +78,11 @@ def trained(variant: str, seed: int) -> tuple[float, float, State]:
   job = variant_job(variant, seed)
   with rounding_dw_too(variant):
     step, evaluate = (c.function for c in (job.compile_train_step(), job.compile_eval_step()))
-  data, state, losses = splits.open_data(job), job.initial_state(), []
-  for number in range(STEPS.value):
-    state, metrics = step(state, data.train.batch(number, job.batch_shardings))
-    losses.append(float(metrics["loss"]))
-  sums = {"loss": 0.0, "weight": 0.0}
-  for number in range(HELD_OUT):
-    batch = data.evaluation.batch(number, job.batch_shardings)
-    found = evaluate(state.params, batch, *([None, state.variables] if state.variables else []))
-    sums = {name: value + float(found[name]) for name, value in sums.items()}
-  return statistics.fmean(losses[-LAST:]), sums["loss"] / sums["weight"], state
+  data, places = splits.open_data(job), job.batch_shardings
+  batch = lambda number: data.train.batch(number, places)  # noqa: E731
+  state, losses = timing.trained(step, job.initial_state(), batch, STEPS.value)
+  loss = timing.held_out(evaluate, state, data.evaluation, places, HELD_OUT)
+  return statistics.fmean(losses[-LAST:]), loss, state
 
 
 def gradients(variant: str, params, **changes) -> dict[str, np.ndarray]:

@@ -195,9 +195,12 @@ def sides(cores: Iterable[int] | None = None) -> tuple[Process, Process]:
   return ours, Process(PYTHON.value, "benchmarks.gpu_torch", cores)
 
 
+Turns = list[tuple[dict, dict]]  # what both sides answer, ours first
+
+
 def in_turns(
   both: tuple[Process, Process], told: dict, steps: int, **more: Any
-) -> tuple[list[tuple[dict, dict]], tuple[dict, dict]]:
+) -> tuple[Turns, tuple[dict, dict]]:
   """Returns the turns of both sides, which alternate, and their facts: ours first.
 
   Args:
@@ -207,24 +210,19 @@ def in_turns(
     **more: of each turn.
   """
   with tempfile.TemporaryDirectory() as told["parameters"], _closed(both):
-    ours, reference = both
-    ours.compile(told)
-    told["sizes"] = ours.facts()["sizes"]
-    reference.compile(told)
+    for side in both:
+      side.compile(told)
+      told["sizes"] = both[0].facts()["sizes"]
     turns = [tuple(side.run(steps, **more) for side in both) for _ in range(TURNS.value)]
-    return turns, (ours.facts(), reference.facts())
+    return turns, tuple(side.facts() for side in both)
 
 
 def one_after_the_other(
   both: tuple[Process, Process], told: dict, steps: int, trace: str | None
-) -> tuple[list[tuple[dict, dict]], tuple[dict, dict]]:
+) -> tuple[Turns, tuple[dict, dict]]:
   """Returns what `in_turns` does, where only one of the models fits the device.
 
-  Args:
-    both: sides, which end here.
-    told: as for `in_turns`.
-    steps: of a turn.
-    trace: where our compiled step and a trace of a last turn of ours are written.
+  With `trace`, our compiled step and a trace of a last turn of ours are written to that folder.
   """
   runs, facts = [], []
   with tempfile.TemporaryDirectory() as told["parameters"], _closed(both):
@@ -263,7 +261,7 @@ def measure(name: str, both: tuple[Process, Process]) -> bool:
   return report(name, turns, facts, STEPS.value)
 
 
-def report(name: str, turns: list[tuple[dict, dict]], facts: tuple[dict, dict], steps: int) -> bool:
+def report(name: str, turns: Turns, facts: tuple[dict, dict], steps: int) -> bool:
   """Prints what was measured; returns whether parameters and losses agree."""
   own = facts[0]
   tokens = own["rows"] * own["sizes"]["length"]

@@ -31,13 +31,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
 from absl import app, flags
 
-from benchmarks import gpu
+from benchmarks import gpu, timing
 
 ROOT = pathlib.Path(__file__).parents[1]
 _MINUTES = flags.DEFINE_float("minutes", 9.0, "For all parts together.", 0.1)
@@ -96,19 +96,6 @@ def device() -> dict[str, Any]:
   }
 
 
-def best_of(function: Callable[[], Any], times: int = 5) -> float:
-  """Returns the seconds of the fastest of some runs after the first."""
-  import jax
-
-  jax.block_until_ready(function())
-  found = []
-  for _ in range(times):
-    began = time.perf_counter()
-    jax.block_until_ready(function())
-    found.append(time.perf_counter() - began)
-  return min(found)
-
-
 def shapes_of_matmuls() -> list[tuple[str, tuple[int, int, int]]]:
   """Returns what each is and (rows, inputs, outputs) of the matmuls of both models."""
   if SMALL.value:
@@ -165,7 +152,7 @@ def matmuls() -> list[dict[str, Any]]:
           return out
 
         try:
-          seconds = best_of(repeated, 3) / often
+          seconds = timing.best_seconds(repeated, 3) / often
         except Exception as error:  # a dtype that the device does not multiply
           found.append({**row, "failed": str(error)[:200]})
           continue
@@ -225,7 +212,8 @@ def attention() -> list[dict[str, Any]]:
         with jax.set_mesh(mesh), activation_layout({}, {}):
           arrays = q, k, v
           forward, both = (
-            best_of(functools.partial(jax.jit(one), *arrays)) for one in (function, gradients)
+            timing.best_seconds(functools.partial(jax.jit(one), *arrays), 5)
+            for one in (function, gradients)
           )
       except Exception as error:  # whatever a kernel refuses on this device
         found.append({**row, "failed": f"{type(error).__name__}: {error}"[:200]})

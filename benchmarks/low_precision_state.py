@@ -28,7 +28,7 @@ import numpy as np
 from absl import app, flags
 from ml_collections import ConfigDict
 
-from benchmarks.timing import in_turns, job_of, resolved, spread, stepper
+from benchmarks.timing import held_out, in_turns, job_of, resolved, spread, stepper, table, trained
 from runtime import devices
 from training import splits
 from training.optimizers.low_precision import BLOCK, Blocks, decode_blocks, encode_blocks
@@ -86,20 +86,12 @@ class Variant:
 
   def trained(self, seed: int) -> dict[str, float]:
     """Returns the losses of a run."""
-    batch, state = self.batches(seed), self.init(jax.random.key(seed))
-    losses = []
-    for number in range(STEPS.value):
-      state, metrics = self.step(state, batch(number))
-      losses.append(float(metrics["loss"]))
-    held_out = splits.evaluation_batches(self._config(seed))
-    sums = [
-      jax.device_get(self._evaluate(state.params, held_out.batch(i, self.job.batch_shardings)))
-      for i in range(EVALUATION_BATCHES)
-    ]
-    totals = {name: sum(float(one[name]) for one in sums) for name in ("loss", "weight")}
+    state = self.init(jax.random.key(seed))
+    state, losses = trained(self.step, state, self.batches(seed), STEPS.value)
+    batches, places = splits.evaluation_batches(self._config(seed)), self.job.batch_shardings
     return {
       "training": float(np.mean(losses[-max(1, STEPS.value // 10) :])),
-      "held_out": totals["loss"] / totals["weight"],
+      "held_out": held_out(self._evaluate, state, batches, places, EVALUATION_BATCHES),
     }
 
   def bytes_per_parameter(self) -> tuple[float, float]:
@@ -195,9 +187,8 @@ WAYS = {
 def compare_codes() -> None:
   """Prints a table of the ways; a line's numbers are root mean squares over those of float32."""
   variant = Variant({})
-  state, batch = variant.init(jax.random.key(0)), variant.batches(0)
-  for number in range(STEPS.value):
-    state, _ = variant.step(state, batch(number))
+  state = variant.init(jax.random.key(0))
+  state, _ = trained(variant.step, state, variant.batches(0), STEPS.value)
   moments = []
   for tree in (state.optimizer[0].mu, state.optimizer[0].nu):
     leaves = [x for x in jax.tree.leaves(tree) if x.size >= 4096]
@@ -205,15 +196,16 @@ def compare_codes() -> None:
     moments.append(np.concatenate(flat))
   m, v = moments
   epsilon, update = 1e-8, m / (np.sqrt(v) + 1e-8)
-  print("| stored as | first moment | root of the second | update | largest update |")
-  print("| --- | --- | --- | --- | --- |")
+  rows = []
   for name, (of_first, of_second) in WAYS.items():
     stored = of_first(m), of_second(v)
     found = stored[0] / (np.sqrt(stored[1]) + epsilon)
     pairs = ((stored[0], m), (np.sqrt(stored[1]), np.sqrt(v)), (found, update))
     errors = [np.sqrt(np.mean((a - b) ** 2) / np.mean(b**2)) for a, b in pairs]
-    texts = " | ".join(f"{100 * error:.1f} %" for error in errors)
-    print(f"| {name} | {texts} | {np.abs(found).max() / np.abs(update).max():.2f} times |")
+    largest = f"{np.abs(found).max() / np.abs(update).max():.2f} times"
+    rows.append([name, *(f"{100 * error:.1f} %" for error in errors), largest])
+  head = ("stored as", "first moment", "root of the second", "update", "largest update")
+  print(table(head, rows))
 
 
 def main(_) -> None:
@@ -232,14 +224,13 @@ def main(_) -> None:
   steps = {name: stepper(one.job, one.step) for name, one in variants.items()}
   times = {name: statistics.median(x) for name, x in in_turns(steps, ROUNDS).items()}
   first = next(iter(times.values()))
-  print("| stored | parameters | moments | last losses | held out | step |")
-  print("| --- | --- | --- | --- | --- | --- |")
+  rows = []
   for name, one in variants.items():
     mine = [record for record in records if record["variant"] == name]
     params, moments = one.bytes_per_parameter()
     losses = (spread([r[what] for r in mine], 3, np.mean) for what in ("training", "held_out"))
-    sizes = f"{params:.2f} | {moments:.2f}"
-    print(f"| {name} | {sizes} | {' | '.join(losses)} | {times[name] / first:.2f} |")
+    rows.append([name, f"{params:.2f}", f"{moments:.2f}", *losses, f"{times[name] / first:.2f}"])
+  print(table(("stored", "parameters", "moments", "last losses", "held out", "step"), rows))
 
 
 if __name__ == "__main__":

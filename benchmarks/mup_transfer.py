@@ -16,12 +16,11 @@ import numpy as np
 import optax
 from absl import app, flags
 
+from benchmarks.timing import prepared, table, trained
 from configs import single
-from configs.schema import finalize, validate
-from partitioning.mesh_sizes import resolve_sizes
-from runtime.devices import Devices
+from configs.schema import finalize
 from training import coordinate_check
-from training.setup import Job, prepare
+from training.setup import Job
 from training.splits import training_batches
 from training.state import State
 from training.step import Program
@@ -50,10 +49,7 @@ def make_job(width: int, base_width: int, steps: int) -> Job:
   with config.unlocked():
     config.optimizer.update(schedule)
     config.model.base_width = base_width
-  config = finalize.finalize(config, "cpu")
-  sizes = resolve_sizes(config.mesh, None)
-  validate.check(config, sizes)
-  return prepare(config, Devices("cpu", True, sizes, {}))
+  return prepared(finalize.finalize(config, "cpu"))
 
 
 def train_step(program: Program, state: State, batch, rate: jax.Array):
@@ -75,16 +71,13 @@ def losses(job: Job, rates: Sequence[float], seeds: int) -> list[float]:
   step = job.compile(
     functools.partial(train_step, job.program), job.state, job.batch, rate
   ).function
+  batch = lambda number: batches.batch(number, job.batch_shardings)  # noqa: E731
   found = []
   for value in rates:
     last = []
     for seed in range(seeds):
       state = job.compile_init().function(jax.random.key(seed))
-      for number in range(steps):
-        batch = batches.batch(number, job.batch_shardings)
-        state, metrics = step(state, batch, jnp.float32(value))
-        if number >= steps - LAST:
-          last.append(float(metrics["loss"]))
+      last += trained(step, state, batch, steps, jnp.float32(value))[1][-LAST:]
     found.append(float(np.mean(last)))
     print(f"width {job.config.model.model_size}, {value:.4f}: {found[-1]:.3f}", flush=True)
   return found
@@ -98,13 +91,13 @@ def main(_: Sequence[str]) -> None:
     f"width {WIDTHS[1]}, muP": make_job(WIDTHS[1], BASE, _STEPS.value),
   }
   found = {title: losses(job, RATES, _SEEDS.value) for title, job in columns.items()}
-  print(f"| learning rate | {' | '.join(found)} |")
-  print(f"| --- |{' --- |' * len(found)}")
+  rows = []
   for row, rate in enumerate(RATES):
-    cells = [
+    losses_of = (
       f"**{of[row]:.3f}**" if of[row] == min(of) else f"{of[row]:.3f}" for of in found.values()
-    ]
-    print(f"| {rate:.4f} | {' | '.join(cells)} |")
+    )
+    rows.append([f"{rate:.4f}", *losses_of])
+  print(table(["learning rate", *found], rows))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,7 @@ import optax
 from absl import app, flags
 from ml_collections import ConfigDict
 
-from benchmarks import loss_curve
-from benchmarks.timing import spread
+from benchmarks import loss_curve, timing
 from configs import base
 from configs.schema import finalize
 from input_pipeline.batches import TrainingBatches
@@ -270,32 +269,26 @@ class Bench:
     """Returns the losses of a run, as `Results` keeps them."""
     job, step = self.compiled(run.optimizer, run.steps)
     batches = self.batches(job.config.data.global_batch_size, run.seed)
-    state = self.initial_state(job.program.optimizer, run.seed)
-    losses = []
-    for number in range(run.steps):
-      batch = batches.batch(number, job.batch_shardings)
-      state, metrics = step(state, batch, np.float32(run.learning_rate))
-      losses.append(float(metrics["loss"]))
-      if not math.isfinite(losses[-1]):
-        return {"validation": math.inf, "training": []}
+    state, losses = timing.trained(
+      step,
+      self.initial_state(job.program.optimizer, run.seed),
+      lambda number: batches.batch(number, job.batch_shardings),
+      run.steps,
+      np.float32(run.learning_rate),
+    )
+    if not math.isfinite(losses[-1]):
+      return {"validation": math.inf, "training": []}
     means = [
       round(statistics.fmean(losses[first : first + MEAN_OF]), 5)
       for first in range(0, run.steps, MEAN_OF)
     ]
-    return {"validation": round(self.validation_loss(job, state), 5), "training": means}
+    held_out, places = self._data.evaluation, job.batch_shardings
+    loss = timing.held_out(self._evaluate, state, held_out, places, EVALUATION_BATCHES)
+    return {"validation": round(loss, 5), "training": means}
 
   def batches(self, size: int, seed: int) -> TrainingBatches:
     """Returns the training batches of `size` rows, in the order of a seed."""
     return TrainingBatches(self._data.train.source, global_batch_size=size, seed=seed)
-
-  def validation_loss(self, job: setup.Job, state: State) -> float:
-    """Returns the mean loss of the first rows of the evaluation split, in nats per token."""
-    total = weight = 0.0
-    for number in range(min(EVALUATION_BATCHES, len(self._data.evaluation))):
-      batch = self._data.evaluation.batch(number, job.batch_shardings)
-      sums = jax.device_get(self._evaluate(state.params, batch))
-      total, weight = total + float(sums["loss"]), weight + float(sums["weight"])
-    return total / weight
 
   def step_times(self, rates: Mapping[str, float], rounds: int, steps: int) -> dict[str, list]:
     """Returns optimizer -> seconds of a step over AdamW's, for each round.
@@ -307,22 +300,25 @@ class Bench:
       rounds: how many.
       steps: of each optimizer in a round.
     """
-    states, found = {}, {name: [] for name in rates}
-    for _ in range(rounds + 1):
-      seconds = {}
-      for name, rate in rates.items():
-        job, step = self.compiled(name, TRIAL)
-        batch = self.batches(job.config.data.global_batch_size, 0).batch(0, job.batch_shardings)
-        state = states.get(name) or self.initial_state(job.program.optimizer, 0)
-        jax.block_until_ready(state)
-        began = time.monotonic()
+
+    def turn(name: str, rate: float) -> Callable[[], None]:
+      job, step = self.compiled(name, TRIAL)
+      batch = self.batches(job.config.data.global_batch_size, 0).batch(0, job.batch_shardings)
+      state = self.initial_state(job.program.optimizer, 0)
+
+      def take() -> None:
+        nonlocal state
         for _ in range(steps):
-          state, _ = step(state, batch, np.float32(rate))
-          jax.block_until_ready(state)
-        seconds[name], states[name] = time.monotonic() - began, state
-      for name in rates:
-        found[name].append(seconds[name] / seconds["adamw"])
-    return {name: values[1:] for name, values in found.items()}  # the first warms up
+          state, _ = jax.block_until_ready(step(state, batch, np.float32(rate)))
+
+      return take
+
+    turns = {name: turn(name, rate) for name, rate in rates.items()}
+    seconds = timing.in_turns(turns, rounds, time.monotonic)
+    return {
+      name: [ours / its for ours, its in zip(own, seconds["adamw"], strict=True)]
+      for name, own in seconds.items()
+    }
 
 
 def make_all(bench: Bench, names: Sequence[str], results: Results) -> None:
@@ -337,8 +333,41 @@ def make_all(bench: Bench, names: Sequence[str], results: Results) -> None:
 
 # ---- The page ----
 
-HEADING = "## Optimizers beside AdamW"
 PICTURE = "images/optimizers.svg"  # beside the page
+PAGE = """## Optimizers beside AdamW
+
+Written by `python -m benchmarks.optimizers --write_page`; do not edit.
+
+The recipe `lm` on one CPU device. Each optimizer has the same number of trials, runs of {trial}
+steps with learning rates around a prior: it, half and double of it, then by factors of 2 beyond
+the best where that is at the border (more trials only while it is), else between the best and the
+better of its neighbours. At the best one there are runs of each budget of steps. **Every run has
+its schedule to its own end** (cosine; constant for `schedule_free_adamw`): the loss at some step
+of a longer run is not that of a run which ends there. The loss is that of {batches} batches of the
+evaluation split, the same ones for all, in nats per byte: the mean, and in parentheses the lowest
+and the highest where there are several seeds. A seed draws the parameters and the order of the
+data.
+
+{left}![Losses of the optimizers](images/optimizers.svg)
+
+{losses}
+
+### Steps
+
+How many times fewer steps an optimizer takes to a loss, seed by seed: AdamW's steps over its own.
+The loss is the one that AdamW ends at after so many steps, or the one that the optimizer ends at.
+Between budgets a loss is interpolated over the logarithm of the steps; beyond them nothing is
+assumed. The last column is the time of a step over AdamW's, measured in turns on the same CPU; on
+accelerators it is another.
+
+{ratios}
+
+### Learning rates
+
+Validation loss after {trial} steps, seed 0, the best in bold.
+
+{rates}
+"""
 COLORS = ("#57606a", "#0969da", "#1a7f37", "#8250df", "#bc4c00", "#bf3989", "#9a6700")
 
 Losses = Mapping[int, Mapping[int, float]]  # steps of a run -> seed -> validation loss
@@ -434,54 +463,21 @@ def page_text(
     batches: of an evaluation.
     left: what is still to be measured.
   """
-  adamw = results["adamw"]
-  lines = [
-    HEADING,
-    "",
-    "Written by `python -m benchmarks.optimizers --write_page`; do not edit.",
-    "",
-    "The recipe `lm` on one CPU device. Each optimizer has the same number of trials, runs of "
-    f"{trial} steps with",
-    "learning rates around a prior: it, half and double of it, then by factors of 2 beyond the "
-    "best where that is at the",
-    "border (more trials only while it is), else between the best and the better of its "
-    "neighbours. At the best one",
-    "there are runs of each budget of steps. **Every run has its schedule to its own end** "
-    "(cosine; constant for",
-    "`schedule_free_adamw`): the loss at some step of a longer run is not that of a run which ends "
-    "there. The loss is",
-    f"that of {batches} batches of the evaluation split, the same ones for all, in nats per byte: "
-    "the mean, and in parentheses",
-    "the lowest and the highest where there are several seeds. A seed draws the parameters and the "
-    "order of the data.",
-    "",
-    *([f"**Not all is measured yet**: {left}.", ""] if left else []),
-    f"![Losses of the optimizers]({PICTURE})",
-    "",
-    *_losses(results, budgets),
-    "",
-    "### Steps",
-    "",
-    "How many times fewer steps an optimizer takes to a loss, seed by seed: AdamW's steps over "
-    "its own. The loss is the",
-    "one that AdamW ends at after so many steps, or the one that the optimizer ends at. Between "
-    "budgets a loss is",
-    "interpolated over the logarithm of the steps; beyond them nothing is assumed. The last column "
-    "is the time of a step",
-    "over AdamW's, measured in turns on the same CPU; on accelerators it is another.",
-    "",
-    *_ratios(results, adamw, sorted(budgets)),
+  rows = [
+    [f"`{name}`", ", ".join(_trial(rate, found) for rate in sorted(found.trials))]
+    for name, found in results.items()
   ]
-  lines += ["", "### Learning rates", ""]
-  lines += [f"Validation loss after {trial} steps, seed 0, the best in bold.", ""]
-  lines += [_row("optimizer", "learning rate: loss"), _row("---", "---")]
-  for name, found in results.items():
-    cells = [_trial(rate, found) for rate in sorted(found.trials)]
-    lines.append(_row(f"`{name}`", ", ".join(cells)))
-  return "\n".join(lines) + "\n"
+  return PAGE.format(
+    trial=trial,
+    batches=batches,
+    left=f"**Not all is measured yet**: {left}.\n\n" if left else "",
+    losses=_losses(results, budgets),
+    ratios=_ratios(results, results["adamw"], sorted(budgets)),
+    rates=timing.table(("optimizer", "learning rate: loss"), rows),
+  )
 
 
-def _ratios(results: Mapping[str, Found], adamw: Found, budgets: Sequence[int]) -> list[str]:
+def _ratios(results: Mapping[str, Found], adamw: Found, budgets: Sequence[int]) -> str:
   columns = {}
   for function, title in ((to_adamw, "AdamW's"), (from_adamw, "its own")):
     for budget in budgets:
@@ -492,21 +488,19 @@ def _ratios(results: Mapping[str, Found], adamw: Found, budgets: Sequence[int]) 
     columns["time of a step"] = {
       name: [Steps(time) for time in found.times] for name, found in results.items()
     }
-  head = ["optimizer", *columns]
-  lines = [_row(*head), _row(*["---"] * len(head))]
-  for name in results:
-    lines.append(_row(f"`{name}`", *(_ratio(cells[name]) for cells in columns.values())))
-  return lines
+  rows = [[f"`{name}`", *(_ratio(of[name]) for of in columns.values())] for name in results]
+  return timing.table(["optimizer", *columns], rows)
 
 
-def _losses(results: Mapping[str, Found], budgets: Sequence[int]) -> list[str]:
+def _losses(results: Mapping[str, Found], budgets: Sequence[int]) -> str:
   made = sorted({b for b in budgets for found in results.values() if found.losses.get(b)})
-  lines = [_row("optimizer", "learning rate", *(f"{budget} steps" for budget in made))]
-  lines.append(_row(*["---"] * (len(made) + 2)))
+  rows = []
   for name, found in results.items():
-    cells = [spread(found.losses.get(budget, {}).values(), 3, statistics.fmean) for budget in made]
-    lines.append(_row(f"`{name}`", f"{found.rate:.3g}", *cells))
-  return lines
+    cells = [
+      timing.spread(found.losses.get(budget, {}).values(), 3, statistics.fmean) for budget in made
+    ]
+    rows.append([f"`{name}`", f"{found.rate:.3g}", *cells])
+  return timing.table(["optimizer", "learning rate", *(f"{budget} steps" for budget in made)], rows)
 
 
 def _ratio(every: Sequence[Steps]) -> str:
@@ -515,17 +509,13 @@ def _ratio(every: Sequence[Steps]) -> str:
     return f"more than {min(values):.2f}"
   if any(one.side == "fewer" for one in every):
     return f"less than {max(values):.2f}"
-  return spread(values, 2, statistics.fmean)
+  return timing.spread(values, 2, statistics.fmean)
 
 
 def _trial(rate: float, found: Found) -> str:
   loss = found.trials[rate]
   text = f"{rate:.3g}: {loss:.3f}" if math.isfinite(loss) else f"{rate:.3g}: diverged"
   return f"**{text}**" if rate == found.rate else text
-
-
-def _row(*cells: str) -> str:
-  return "| " + " | ".join(cells) + " |"
 
 
 def picture(results: Mapping[str, Found], mean_of: int) -> str:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from benchmarks.timing import in_turns, job_of, stepper
+from benchmarks.timing import in_turns, job_of, stepper, table
 from planning import prediction
 from training.setup import Job
 
@@ -76,14 +76,15 @@ def main(argv: list[str]) -> None:
   losses = [float(take()["loss"]) for take in takes.values()]
   assert np.allclose(losses, losses[0], rtol=1e-4), losses
   first = seconds["one device"]
-  print("| schedule | ticks | processor s of a step | tick / microbatch | step / step, predicted |")
-  print("| --- | --- | --- | --- | --- |")
-  print(f"| one device | {count} | {first:.2f} | 1.00 | 1.00 |")
+  rows = [["one device", str(count), f"{first:.2f}", "1.00", "1.00"]]
   for name in SCHEDULES:
     schedule = jobs[name].program.pipeline
     tick = seconds[name] / (schedule.forward_ticks / schedule.chunks) / (first / count)
     ratios = f"{seconds[name] / first:.2f}, {predicted[name] / predicted['one device']:.2f}"
-    print(f"| {name} | {schedule.forward_ticks} | {seconds[name]:.2f} | {tick:.2f} | {ratios} |")
+    cells = [str(schedule.forward_ticks), f"{seconds[name]:.2f}", f"{tick:.2f}", ratios]
+    rows.append([name, *cells])
+  head = ("schedule", "ticks", "processor s of a step", "tick / microbatch")
+  print(table((*head, "step / step, predicted"), rows))
 
 
 if __name__ == "__main__":

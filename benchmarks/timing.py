@@ -1,8 +1,8 @@
-"""What benchmarks share: jobs of a recipe, functions that are timed in turns, numbers as text."""
+"""What benchmarks share: jobs of a recipe, short runs, functions timed in turns, tables."""
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,10 +10,12 @@ from ml_collections import ConfigDict
 
 from configs import single
 from configs.schema import finalize, validate
+from input_pipeline.batches import EvaluationBatches
 from partitioning.mesh_sizes import resolve_sizes
 from planning.search import example
 from runtime.devices import Devices
 from training.setup import Job, prepare
+from training.state import State
 
 
 def resolved(recipe: str, keys: Mapping[str, Any]) -> ConfigDict:
@@ -25,10 +27,45 @@ def resolved(recipe: str, keys: Mapping[str, Any]) -> ConfigDict:
 
 def job_of(recipe: str, keys: Mapping[str, Any]) -> Job:
   """Returns the job of a recipe on simulated devices, as many as its mesh asks for."""
-  config = resolved(recipe, keys)
+  return prepared(resolved(recipe, keys))
+
+
+def prepared(config: ConfigDict) -> Job:
+  """Returns the job of a finalized config on simulated devices, as many as its mesh asks for."""
   sizes = resolve_sizes(config.mesh, None)
   validate.check(config, sizes)
   return prepare(config, Devices("cpu", True, sizes, {}))
+
+
+def trained(
+  step: Callable, state: State, batch: Callable[[int], Any], steps: int, *more: Any
+) -> tuple[State, list[float]]:
+  """Returns the state after some steps, and the loss of each.
+
+  Args:
+    step: (state, batch, *more) -> (state, metrics).
+    state: the first one.
+    batch: number of a step -> its batch.
+    steps: how many.
+    *more: arguments of the step.
+  """
+  losses = []
+  for number in range(steps):
+    state, metrics = step(state, batch(number), *more)
+    losses.append(float(metrics["loss"]))
+  return state, losses
+
+
+def held_out(
+  evaluate: Callable, state: State, batches: EvaluationBatches, shardings: Any, count: int
+) -> float:
+  """Returns the mean loss of the first batches of an evaluation split, in nats per token."""
+  total = weight = 0.0
+  for number in range(min(count, len(batches))):
+    more = [None, state.variables] if state.variables else []
+    sums = jax.device_get(evaluate(state.params, batches.batch(number, shardings), *more))
+    total, weight = total + float(sums["loss"]), weight + float(sums["weight"])
+  return total / weight
 
 
 def stepper(job: Job, step: Callable | None = None) -> Callable[[], dict[str, jax.Array]]:
@@ -68,6 +105,12 @@ def in_turns(
   return {name: seconds[1:] for name, seconds in times.items()}
 
 
+def best_seconds(way: Callable[[], Any], rounds: int) -> float:
+  """Returns the seconds of the fastest run of a function, after a first one."""
+  [seconds] = in_turns({"": way}, rounds, time.perf_counter).values()
+  return min(seconds)
+
+
 def ratio(ours: Iterable[float], others: Iterable[float]) -> float:
   """Returns the median over the rounds of ours / others."""
   return statistics.median(a / b for a, b in zip(ours, others, strict=True))
@@ -84,3 +127,9 @@ def spread(
   if len(values) == 1:
     return text
   return f"{text} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+  """Returns a table in Markdown."""
+  every = (head, ["---"] * len(head), *rows)
+  return "\n".join(f"| {' | '.join(cells)} |" for cells in every)
