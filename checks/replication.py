@@ -9,6 +9,7 @@ cut the batch.
 import math
 import re
 from collections.abc import Iterator, Sequence
+from unittest import mock
 
 import jax
 
@@ -85,10 +86,13 @@ def _state(case: Case, cut) -> Iterator[Finding]:
 
 def _initializers(case: Case) -> dict[str, str]:
   """Returns the line of the initializer that makes each leaf of the state; "" if it is unknown."""
-  try:
-    closed = jax.make_jaxpr(lambda: jax.tree.leaves(case.program.state(SEED)))()
-  except Exception:  # an initializer that computes with the values, as of NumPy
-    return dict.fromkeys(case.cut, "")
+  # In a trace JAX refuses the mesh with its devices, and takes the abstract one.
+  abstract = lambda mesh: jax.sharding.use_abstract_mesh(mesh.abstract_mesh)  # noqa: E731
+  with mock.patch.object(jax, "set_mesh", abstract, create=True):
+    try:
+      closed = jax.make_jaxpr(lambda: jax.tree.leaves(case.program.state(SEED)))()
+    except Exception:  # an initializer that computes with the values, as of NumPy
+      return dict.fromkeys(case.cut, "")
   lines = [jaxprs.line_of(closed.jaxpr, result) for result in closed.jaxpr.outvars]
   return dict(zip(case.cut, lines, strict=True))
 
