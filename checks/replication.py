@@ -92,9 +92,9 @@ def _initializers(case: Case) -> dict[str, str]:
     try:
       closed = jax.make_jaxpr(lambda: jax.tree.leaves(case.program.state(SEED)))()
     except Exception:  # an initializer that computes with the values, as of NumPy
-      return dict.fromkeys(case.cut, "")
+      return dict.fromkeys(case.leaves, "")
   lines = [jaxprs.line_of(closed.jaxpr, result) for result in closed.jaxpr.outvars]
-  return dict(zip(case.cut, lines, strict=True))
+  return dict(zip(case.leaves, lines, strict=True))
 
 
 def _intermediates(case: Case) -> Iterator[Finding]:

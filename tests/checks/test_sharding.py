@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 import re
 
+import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -64,6 +65,17 @@ def test_replicated_arrays_are_found(name):
   assert all(maker in pathlib.Path(file).read_text().splitlines()[int(i) - 1] for file, i in made)
   others = {"momentum": 2, "last rule wins": 2}
   assert len(findings) == others.get(name, 1)
+
+
+def test_the_line_of_a_leaf_whose_initializer_sets_a_mesh():
+  program = decoder.program(decoder.MESH)
+
+  def state(seed):
+    with getattr(jax, "set_mesh", lambda mesh: mesh)(program.mesh):  # not in jax 0.6
+      return jax.jit(program.state)(seed)
+
+  lines = replication._initializers(Case(dataclasses.replace(program, state=state)))
+  assert lines["params/up"].startswith("tests/checks/decoder.py:")
 
 
 def test_an_axis_without_a_use():
