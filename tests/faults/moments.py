@@ -23,28 +23,30 @@ def preflight(run: Run, chance: random.Random) -> None:
   )
 
 
-def compiling(run: Run, chance: random.Random) -> None:
-  """While the train step is compiled: `flags` sees to it that it is."""
-  run.wait_for("workdir:")
-  time.sleep(chance.uniform(0, 3))
+def _after(name: str, text: str, seconds: float) -> Moment:
+  """Returns the moment after a line of the run's output: `{steps}` in it are the run's."""
+
+  def moment(run: Run, chance: random.Random) -> None:
+    run.wait_for(text.format(steps=run.steps))
+    time.sleep(chance.uniform(0, seconds))
+
+  moment.__name__ = name
+  return moment
 
 
-def first_step(run: Run, chance: random.Random) -> None:
-  """Between compiling and the first step."""
-  run.wait_for("compiled the train step")
-  time.sleep(chance.uniform(0, 2))
+compiling = _after("compiling", "workdir:", 3)  # `flags` sees to it that it compiles
+first_step = _after("first_step", "compiled the train step", 2)
+# Not the first one, whose batches have no limit yet that is learned.
+evaluation = _after("evaluation", f"step {EVALUATE_EVERY * 2}/", 0.1)
+last_evaluation = _after("last_evaluation", "step {steps}/", 1)  # of the whole split
+last_save = _after("last_save", "evaluation after step {steps}", 0.1)
+sampling = _after("sampling", "metrics in", 3)  # a sample is drawn from the model, at the end
 
 
 def step(run: Run, chance: random.Random) -> None:
   """In a step."""
   run.wait_for(f"step {chance.randint(2, run.steps - 5)}/")
   time.sleep(chance.uniform(0, 0.2))
-
-
-def evaluation(run: Run, chance: random.Random) -> None:
-  """In an evaluation; not the first, whose batches have no limit yet that is learned."""
-  run.wait_for(f"step {EVALUATE_EVERY * 2}/")
-  time.sleep(chance.uniform(0, 0.1))
 
 
 def save(run: Run, chance: random.Random) -> None:
@@ -57,24 +59,6 @@ def save(run: Run, chance: random.Random) -> None:
 
   run.wait_until(saving, f"the save of step {number}")
   time.sleep(chance.uniform(0, 0.05))
-
-
-def last_evaluation(run: Run, chance: random.Random) -> None:
-  """In the last evaluation, which is of the whole split."""
-  run.wait_for(f"step {run.steps}/")
-  time.sleep(chance.uniform(0, 1))
-
-
-def last_save(run: Run, chance: random.Random) -> None:
-  """In the last save."""
-  run.wait_for(f"evaluation after step {run.steps}")
-  time.sleep(chance.uniform(0, 0.1))
-
-
-def sampling(run: Run, chance: random.Random) -> None:
-  """While a sample is drawn from the model, at the end."""
-  run.wait_for("metrics in")
-  time.sleep(chance.uniform(0, 3))
 
 
 WORKING = (step, evaluation)

@@ -52,23 +52,28 @@ def cut(path: pathlib.Path, chance: random.Random) -> str:
 
 def nuls(path: pathlib.Path, chance: random.Random) -> str:
   """Puts NULs in place of a part of a file, as a power cut may."""
-  content = bytearray(path.read_bytes())
-  start = chance.randrange(len(content))
-  size = min(chance.randint(1, 600), len(content) - start)
-  content[start : start + size] = bytes(size)
-  path.write_bytes(content)
-  return f"{size} NULs at {start}"
+  return _overwritten(path, chance, 600, bytes, "NULs")
 
 
 def noise(path: pathlib.Path, chance: random.Random) -> str:
   """Puts random bytes in place of a part of a file."""
+
+  # No digits or letters: a number that has changed cannot be told from another.
+  def drawn(size: int) -> bytes:
+    return bytes(byte | 128 for byte in chance.randbytes(size))
+
+  return _overwritten(path, chance, 99, drawn, "random bytes")
+
+
+def _overwritten(
+  path: pathlib.Path, chance: random.Random, most: int, drawn: Callable[[int], bytes], what: str
+) -> str:
   content = bytearray(path.read_bytes())
   start = chance.randrange(len(content))
-  size = min(chance.randint(1, 99), len(content) - start)
-  # No digits or letters: a number that has changed cannot be told from another.
-  content[start : start + size] = bytes(byte | 128 for byte in chance.randbytes(size))
+  size = min(chance.randint(1, most), len(content) - start)
+  content[start : start + size] = drawn(size)
   path.write_bytes(content)
-  return f"{size} random bytes at {start}"
+  return f"{size} {what} at {start}"
 
 
 def nested(path: pathlib.Path, chance: random.Random) -> str:
