@@ -27,11 +27,10 @@ from rich.console import Console
 
 from interop import hf_folder
 from processes import preemption
-from runtime import exit_codes, extensions, files
+from runtime import exit_codes, extensions, files, forms
 from runtime.printable import printable
 from runtime.provenance import everything
 from runtime.units import clock
-from training.checkpointing.resume_policy import plain
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # No TPU is looked for, and several compilers may be loaded at once.
@@ -207,7 +206,7 @@ def place(config: ConfigDict, topology: str, title: str) -> epath.Path | None:
   code = hashlib.sha256()
   for path in sorted((ROOT / "planning").glob("*.py")):
     code.update(f"{path.name}\n".encode() + path.read_bytes())
-  given = {key: value for key, value in plain(config).items() if key != "planning"}
+  given = {key: value for key, value in forms.plain(config).items() if key != "planning"}
   given["planning"] = {k: v for k, v in config.planning.items() if k != "cache_dir"}
   facts = [given, topology, title, everything(), code.hexdigest(), _compiler()]
   if "folder" in config.model and config.model.folder:

@@ -14,10 +14,9 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from configs import base
-from runtime import extensions, files
+from runtime import extensions, files, forms
 from training import workdir_files
 from training.checkpointing import integrity
-from training.checkpointing.resume_policy import flat, plain
 
 
 def get_config(location: str) -> ConfigDict:
@@ -41,7 +40,7 @@ def get_config(location: str) -> ConfigDict:
   for file, argument in config_files.items():
     _execute(file, argument, f"{location} was begun with {file}", fix)
   config = base.get_config(saved["argument"])
-  known = flat(plain(config))
+  known = forms.flat(forms.plain(config))
   own = any(map(_is_users, config_files))  # which may have keys of its own
   if (unknown := [key for key in saved if key not in known]) and not own:
     raise ValueError(f"{origin}: unknown config keys {', '.join(unknown)}; {fix}")
@@ -95,7 +94,7 @@ def _saved(folder: epath.Path) -> tuple[epath.Path, dict[str, Any], dict[str, st
       raise ValueError(f"it has neither {given.name} nor {resolved.name} nor a checkpoint")
     origin = folder / "checkpoints" / str(max(steps))
     found = integrity.read_json(origin, integrity.CONFIG)
-  return origin, flat(found), config_files
+  return origin, forms.flat(found), config_files
 
 
 def _tuples(value: Any) -> Any:

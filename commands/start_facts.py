@@ -11,9 +11,8 @@ from etils import epy
 from ml_collections import ConfigDict
 
 from processes.coordination import current
-from runtime import devices
+from runtime import devices, forms
 from runtime.provenance import everything
-from training.checkpointing import resume_policy
 
 with epy.lazy_imports():  # which a single process does not need
   from processes import preflight
@@ -44,6 +43,6 @@ def about_to_start(configs: Mapping[str, ConfigDict], more: Mapping[str, Any]) -
   facts.update(everything())
   facts.update({name: value for name, value in os.environ.items() if _shapes_programs(name)})
   for name, config in configs.items():
-    facts.update(resume_policy.flat(resume_policy.plain(config), f"{name}."))
+    facts.update(forms.flat(forms.plain(config), f"{name}."))
   timeout = next(iter(configs.values())).processes.start_timeout_seconds
   preflight.agree(group, "start", facts, timeout_seconds=timeout)

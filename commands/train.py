@@ -14,7 +14,7 @@ from partitioning.mesh_sizes import mesh_text
 from processes import coordination as groups
 from processes.watchdog import DONE, Watchdog
 from reports import layout_text
-from runtime import exit_codes, extensions, files
+from runtime import exit_codes, extensions, files, forms
 from runtime.printable import printable
 from training import (
   history,
@@ -27,15 +27,15 @@ from training import (
 )
 from training.bad_steps import TrainingStoppedError
 from training.callbacks import CallbackError, Observer
-from training.checkpointing import resume_policy
 from training.checkpointing.async_writer import SaveError
-from training.metrics import goodput, sinks
+from training.metrics import goodput
 from training.metrics.console import say, say_wrapped
 
 with epy.lazy_imports():  # what is said at the end, and what only some runs begin with or show
   from commands import closing, run_report
   from inference import request
   from training import base_parameters
+  from training.metrics import sinks
 
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
@@ -67,7 +67,8 @@ def open_run(
   Raises:
     ValueError: the workdir is of another run, or the config, data or model folder is refused.
   """
-  sinks.require_packages(ready.config.metrics)
+  if ready.config.metrics.sinks:
+    sinks.require_packages(ready.config.metrics)
   data = splits.open_data(ready)
   # After the vocabulary of the data, whose refusal says more.
   wanted_sample(ready, data)
@@ -206,7 +207,7 @@ def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:
 def write_files(data: splits.Data, start: restore.Start) -> None:
   """Writes `config.json`, `given.json`, `layout.txt` and, if any are allowed, bad records."""
   ready, workdir, require = start.job, start.workdir, start.owner.require
-  resolved, given = map(resume_policy.plain, (ready.config, ready.given or ready.config))
+  resolved, given = map(forms.plain, (ready.config, ready.given or ready.config))
   for name, values in (
     (workdir_files.CONFIG, resolved),
     (workdir_files.GIVEN, {"config_files": extensions.arguments(), "config": given}),

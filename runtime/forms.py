@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ml_collections import ConfigDict
+
 MOST = 2**31 - 1  # of a size or a number of things
 MOST_LAYERS = 4096  # of a model; whoever reads its config makes a list of them
 MOST_STEP = 2**53  # up to which floats are exact
@@ -151,3 +153,19 @@ def _differs(name: str, what: str, value: Any) -> str:
 def shortened(text: str) -> str:
   """Returns a text as a message shows it."""
   return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def plain(config: ConfigDict) -> dict[str, Any]:
+  """Returns a config as JSON has it: nested dicts, tuples as lists."""
+  return json.loads(config.to_json_best_effort())
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Returns dotted key -> value, as JSON gives it back (tuples are lists)."""
+  found = {}
+  for key, value in tree.items():
+    if isinstance(value, Mapping):
+      found.update(flat(value, f"{prefix}{key}."))
+    else:
+      found[prefix + key] = json.loads(json.dumps(value))
+  return found

@@ -47,6 +47,7 @@ OPTIONAL = {
   "input_pipeline.text.train_tokenizer",
   "input_pipeline.text.files",
   *("training.averages", "training.metrics.profiler", "training.optimizers.groups"),
+  *("training.checkpointing.resume_policy", "training.metrics.sinks"),
   *("input_pipeline.bad_records", "input_pipeline.shard_writer"),
   "training.optimizers.muon",
   "training.optimizers.soap",

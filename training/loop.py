@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from etils import epy
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -18,12 +19,11 @@ from input_pipeline.ramp import Shape
 from models import model_spec
 from processes.coordination import Lockstep
 from processes.watchdog import ENDING, EVALUATION, SAVING, STARTING, Watchdog
-from runtime import collectives
+from runtime import collectives, forms
 from runtime.units import clock
 from training import callbacks, workdir_files
 from training.bad_steps import BadStepError, BadSteps
 from training.callbacks import CALLBACKS, Callback, Observer
-from training.checkpointing import resume_policy
 from training.checkpointing.async_writer import SaveError
 from training.checkpointing.checkpointer import Checkpointer
 from training.evaluation import Evaluation, Evaluator
@@ -36,7 +36,6 @@ from training.metrics.reader import (
   straggler_detection,
   without_debug_checks,
 )
-from training.metrics.sinks import Sinks
 from training.metrics.throughput import Meter
 from training.replica_check import ReplicaCheck
 from training.restore import Start
@@ -44,6 +43,9 @@ from training.setup import Compiled
 from training.specs import BatchSpec
 from training.splits import Data
 from training.state import State
+
+with epy.lazy_imports():  # of runs that have any
+  from training.metrics import sinks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +141,7 @@ class Run:
     self._workdir, self._watch, self._started = workdir, watch, started
     self._callbacks, self._due, self._observer = called, Due.of(config), observer
     start.checkpointer.on_commit = observer.saved
-    self._saver = Saver(start.checkpointer, resume_policy.plain(config), watch, start.step)
+    self._saver = Saver(start.checkpointer, forms.plain(config), watch, start.step)
     self._bad_steps = BadSteps(config.training, config.data, start.known, start.step)
     self._lockstep = Lockstep(watch.group, watch.stop)
     # On simulated devices at most one step is in flight: more can deadlock in a rendezvous.
@@ -158,7 +160,9 @@ class Run:
         tensorboard=config.metrics.tensorboard,
         rollbacks=len(self._bad_steps.rollbacks),
         owner=start.owner,
-        sinks=lambda: Sinks(config, workdir, start.step, warn),
+        sinks=(lambda: sinks.Sinks(config, workdir, start.step, warn))
+        if config.metrics.sinks
+        else None,
       )
     )
     self._goodput = Goodput(started, self._writer.times)

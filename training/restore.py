@@ -18,7 +18,7 @@ from runtime.forms import ANY, COUNT, NUMBER, TEXT, Each, Exactly, Kind, OrNull,
 from runtime.provenance import code_files, versions
 from training import bad_steps as rollback
 from training import run_tokenizer, schedules, splits, workdir_files
-from training.checkpointing import integrity, resume_policy
+from training.checkpointing import integrity
 from training.checkpointing import restore as checkpoint_restore
 from training.checkpointing.checkpointer import Checkpointer
 from training.checkpointing.consensus import Together
@@ -34,9 +34,10 @@ from training.step import Program
 if TYPE_CHECKING:
   from training.base_parameters import Base, ParameterReader
 
-with epy.lazy_imports():  # of runs whose parameters are in part or at first elsewhere
+with epy.lazy_imports():  # of runs that resume, or whose parameters are elsewhere
   from interop import hf_folder
   from training import averages, base_parameters
+  from training.checkpointing import resume_policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +243,7 @@ class RunCheckpoints:
     rollback.require_same_ramps(newest.config["data"], data, old_record, newest.step)
     return resume_policy.changes(
       newest.config,
-      resume_policy.plain(self.job.config),
+      forms.plain(self.job.config),
       old_record=old_record,
       new_record=record,
       accept=accept,

@@ -20,6 +20,7 @@ A registered model reads what its READS names, and the keys of regions if its ax
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from etils import epy
 from ml_collections import ConfigDict
 
 from configs.keys import table
@@ -28,9 +29,11 @@ from configs.schema import data_checks, model_checks, optimizer_checks, recipes,
 from runtime import extensions
 from runtime.suggest import nearest
 from training.callbacks import CALLBACKS
-from training.metrics.sinks import SINKS
 from training.optimizer import optimizer_keys
 from training.tasks import DPO, METRICS, TASKS
+
+with epy.lazy_imports():  # of runs that have any
+  from training.metrics import sinks
 
 
 def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
@@ -272,10 +275,12 @@ def _registered(training: ConfigDict, evaluation: ConfigDict, metrics: ConfigDic
   """Yields the names of callbacks, sinks and metrics that nobody has registered."""
   for key, given, known_ones in (
     ("training.callbacks", training.callbacks, CALLBACKS),
-    ("metrics.sinks", metrics.sinks, SINKS),
+    ("metrics.sinks", metrics.sinks, sinks.SINKS if metrics.sinks else {}),
     ("training.metrics", training.metrics, METRICS),
     ("evaluation.metrics", evaluation.metrics, METRICS),
   ):
+    if not given:
+      continue
     names = [name for name, value in known_ones.items() if value is not None]
     known = f"registered are {', '.join(names)}" if names else "none is registered"
     for one in (one for one in given if one not in names):

@@ -14,11 +14,11 @@ from etils import epath
 
 from input_pipeline.text import tokenizer
 from interop import hf_config, safetensors_file
+from runtime import forms
 from tests.helpers.jobs import make_job
 from tests.interop import folders
 from tests.training.checkpointing import plain
 from training import restore
-from training.checkpointing import resume_policy
 from training.checkpointing.checkpointer import Checkpointer
 
 RUN = pathlib.Path(__file__).parent / "exported_run" / "run"
@@ -104,7 +104,7 @@ def tuned(tmp_path_factory):
   record = {"versions": {}, "data": {"name": "rows", "rows": ""}, **base.record()}
   with Checkpointer(epath.Path(workdir) / "checkpoints") as checkpoints:
     part = restore.trained_part(job.program, state)
-    checkpoints.save(4, part, config=resume_policy.plain(job.config), record=record)
+    checkpoints.save(4, part, config=forms.plain(job.config), record=record)
   return workdir
 
 

@@ -7,14 +7,14 @@ import pytest
 from commands import config_flag, run_config
 from configs import base
 from configs.schema import finalize, recipes
+from runtime import forms
 from training import workdir_files
-from training.checkpointing import resume_policy
 
 OURS = [*config_flag.strategies(), "configs/experiments/experts.py", "configs/experiments/vit.py"]
 
 
 def write(folder, config, config_files=None):
-  content = {"config_files": config_files or {}, "config": resume_policy.plain(config)}
+  content = {"config_files": config_files or {}, "config": forms.plain(config)}
   (folder / workdir_files.GIVEN).write_text(json.dumps(content))
   return str(folder)
 
@@ -64,7 +64,7 @@ def test_a_users_file_may_have_keys_of_its_own(tmp_path):
 
 def test_a_copy_of_the_checkpoints_has_the_finalized_config(tmp_path):
   wanted = finalize.finalize(base.get_config("lm", mesh={"data": 2}), "cpu")
-  content = json.dumps(resume_policy.plain(wanted))
+  content = json.dumps(forms.plain(wanted))
   newest = tmp_path / "checkpoints" / "10" / "config"
   newest.mkdir(parents=True)
   (tmp_path / "checkpoints" / "9").mkdir()

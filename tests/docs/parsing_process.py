@@ -21,8 +21,8 @@ from absl import flags as absl_flags
 from commands import flags, words
 from configs import base
 from configs.schema import finalize, validate
+from runtime import forms
 from training import workdir_files
-from training.checkpointing import resume_policy
 
 MODEL = pathlib.Path(__file__).parents[1] / "interop" / "fixtures" / "qwen3"
 
@@ -74,7 +74,7 @@ def in_a_fork(arguments: list[str], run: str) -> str:
 
 def write_run(folder: pathlib.Path) -> None:
   """Writes what a workdir keeps of the config of the recipe `lm`."""
-  config = resume_policy.plain(base.get_config("lm", mesh={}))
+  config = forms.plain(base.get_config("lm", mesh={}))
   content = json.dumps({"config_files": [], "config": config})
   (folder / workdir_files.GIVEN).write_text(content)
 

@@ -11,12 +11,12 @@ import pytest
 from etils import epath
 
 from partitioning.rules import named_leaves
+from runtime import forms
 from tests.helpers.jobs import first_state, make_job
 from tests.training import runs
 from training import restore
 from training.base_parameters import ParameterReader
 from training.checkpointing import restore as reading
-from training.checkpointing import resume_policy
 from training.checkpointing.checkpointer import Checkpointer
 
 TRAINED = {"layer_1/bias", "layer_4/kernel", "layer_4/bias"}
@@ -66,7 +66,7 @@ def save(workdir, state, prepared, base=None):
     record |= base.record()
     tree = restore.trained_part(prepared.program, state)
   with Checkpointer(epath.Path(workdir) / reading.FOLDER) as checkpoints:
-    checkpoints.save(4, tree, config=resume_policy.plain(prepared.config), record=record)
+    checkpoints.save(4, tree, config=forms.plain(prepared.config), record=record)
 
 
 def params_of(workdir, step, prepared):

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from configs import base
 from configs.schema import finalize
 from partitioning.rules import named_leaves
-from runtime import files
+from runtime import files, forms
 from tests.interop import folders
 from tests.training import runs
 from training import restore
@@ -153,14 +153,14 @@ def resumed_config(workdir, done, before, **now):
   step = workdir / "checkpoints" / str(done)
   for item in ("config", "record", "state"):
     (step / item).mkdir(parents=True, exist_ok=True)
-  began = resume_policy.plain(finalize.finalize(began, "cpu"))
+  began = forms.plain(finalize.finalize(began, "cpu"))
   (step / "config" / "metadata").write_text(json.dumps(began))
   config = base.get_config("lm")
   config.update_from_flattened_dict({**before, **now})
   assert restore.adopt_schedule(config, epath.Path(workdir))
   config = finalize.finalize(config, "cpu")
   record = {"old_record": {}, "new_record": {}, "done": done, "workdir": workdir}
-  resume_policy.changes(began, resume_policy.plain(config), **record)
+  resume_policy.changes(began, forms.plain(config), **record)
   return config
 
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
-from ml_collections import ConfigDict
 
 from configs.keys.row import ACCEPT, MAY_CHANGE, REFUSED
 from configs.keys.table import resume_class
+from runtime import forms
 from runtime.suggest import nearest
 
 # The parts of a record that are compared, and the names that their keys get here.
@@ -74,7 +74,7 @@ def changes(
     name: part for part, name in COMPARED.items() if part in old_record and part in new_record
   }
   old, new = (
-    flat({**config, **{name: record[part] for name, part in parts.items()}})
+    forms.flat({**config, **{name: record[part] for name, part in parts.items()}})
     for config, record in ((old_config, old_record), (new_config, new_record))
   )
   both = {key: (old.get(key, UNSET), new.get(key, UNSET)) for key in sorted({*old, *new})}
@@ -170,22 +170,6 @@ def free_workdir(workdir: epath.PathLike) -> epath.Path:
   while (free := path.parent / f"{path.name}_{number}").exists():
     number += 1
   return free
-
-
-def plain(config: ConfigDict) -> dict[str, Any]:
-  """Returns a config as JSON has it: nested dicts, tuples as lists."""
-  return json.loads(config.to_json_best_effort())
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Returns dotted key -> value, as JSON gives it back (tuples are lists)."""
-  found = {}
-  for key, value in tree.items():
-    if isinstance(value, Mapping):
-      found.update(flat(value, f"{prefix}{key}."))
-    else:
-      found[prefix + key] = json.loads(json.dumps(value))
-  return found
 
 
 def _code_text(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

@@ -23,8 +23,7 @@ from typing import Any
 from etils import epath
 
 from processes import preemption
-from runtime import files
-from training.checkpointing import resume_policy
+from runtime import files, forms
 from training.metrics import log_lines
 from training.metrics.log_lines import LogFile
 
@@ -114,7 +113,7 @@ class TrackerSink:
       "project": config.metrics.project,
       "name": config.metrics.run_name or workdir.name,
       "folder": os.path.abspath(folder),
-      "config": resume_policy.flat(resume_policy.plain(config)),
+      "config": forms.flat(forms.plain(config)),
       "state": states.get(name),
       "wait_seconds": config.metrics.sink_wait_seconds,
     }

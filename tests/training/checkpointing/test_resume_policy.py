@@ -7,7 +7,7 @@ import pytest
 from configs import base
 from configs.keys.row import ACCEPT, MAY_CHANGE, REFUSED
 from configs.schema import finalize, validate
-from training.checkpointing import resume_policy
+from runtime import forms
 from training.checkpointing.resume_policy import changes
 
 RECORD = {
@@ -120,7 +120,7 @@ def test_resumes_when_accepted_and_is_recorded(key):
     judge(overrides)
   assert str(refusal.value).endswith(f"accept this with --accept-changes={key}")
   [change] = judge(overrides, accept=[key])["accepted_changes"]
-  old = resume_policy.flat(resolved())[key]
+  old = forms.flat(resolved())[key]
   assert change == {"step": 100, "key": key, "old": old, "new": ROWS[ACCEPT][key]}
 
 
