@@ -69,7 +69,7 @@ def target(config: ConfigDict) -> tuple[str, Mapping[str, int], float]:
     there = topology.parse(flags.TOPOLOGY.value)
     config = topology.with_slices(config, there)
   mesh = config.mesh.to_dict()
-  slices = {axis: size for axis, size in config.mesh_dcn.items() if size != 1}
+  slices = config.mesh_dcn.to_dict()
   if flags.TOPOLOGY.value is not None:
     count = there.devices * math.prod(slices.values())
     return there.platform, resolve_sizes(mesh, count, slices), there.chip.compute_capability

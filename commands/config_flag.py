@@ -163,15 +163,8 @@ def named(words: Sequence[str], known: Sequence[str]) -> list[str]:
 
 def strategies() -> list[str]:
   """Returns the strategy files that are shipped, as `configs/NAME.py`."""
-  return [f"configs/{path.name}" for path in sorted(FOLDER.glob("*.py")) if _is_strategy(path)]
-
-
-def _is_strategy(path: pathlib.Path) -> bool:
-  """Returns whether a file defines `get_config(recipe)`, without running it."""
-  for node in ast.parse(path.read_text()).body:
-    if isinstance(node, ast.FunctionDef) and node.name == "get_config":
-      return len(node.args.args) == 1 and not node.args.kwonlyargs
-  return False
+  others = ("__init__.py", "base.py")
+  return [f"configs/{path.name}" for path in sorted(FOLDER.glob("*.py")) if path.name not in others]
 
 
 def load(flag: str, value: str) -> ConfigDict:

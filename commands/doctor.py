@@ -67,7 +67,7 @@ class _Checkup:
     if not group.alone:
       report.add("processes", self._processes(group))
     watch.at("looking for devices", STARTING)
-    found, error = self._start(group)
+    found, error = self._start()
     started = group.all_true("devices", error is None, timeout_seconds=report.seconds)
     if error is not None:
       report.add("devices", [wrong(str(error))])
@@ -101,16 +101,12 @@ class _Checkup:
     except (preflight.DifferenceError, OSError) as error:
       yield wrong(str(error))
 
-  def _start(self, group: Group) -> tuple[devices.Devices | None, Exception | None]:
+  def _start(self) -> tuple[devices.Devices | None, Exception | None]:
     """Returns the devices, or why they did not start."""
-    slices = {axis: size for axis, size in self._config.mesh_dcn.items() if size != 1}
     try:
-      [found] = devices.start(
-        self._config.mesh.to_dict(),
-        slices=[slices],
-        simulate=flags.SIMULATE.value,
-        processes=group.count,
-      )
+      from commands import build  # which imports JAX
+
+      [found] = build.start_devices(self._config)
     except Exception as error:  # whatever JAX raises that is not installed as it should be
       return None, error
     return found, None

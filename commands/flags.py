@@ -175,11 +175,8 @@ def chosen_verb(words: list[str]) -> str:
       *first, last = owners
       named = f"verbs {', '.join(first)} and {last}" if first else f"verb {last}"
       raise ValueError(f"--{flag.name} belongs to the {named}, not to {verb}")
-  for flag in (*PATHS, DTYPE, TOPOLOGY, CHAPTER):
-    if flag.value == "":  # of a shell's variable that is not set, as a rule
-      raise ValueError(f"--{flag.name}= is empty; give a value, or leave the flag out")
-  for flag in (AXES, BATCH_SIZES, WIDTHS):
-    if given(flag) and not flag.value:
+  for flag in (*PATHS, DTYPE, TOPOLOGY, CHAPTER, AXES, BATCH_SIZES, WIDTHS):
+    if given(flag) and not flag.value:  # of a shell's variable that is not set, as a rule
       raise ValueError(f"--{flag.name}= is empty; give a value, or leave the flag out")
   for flag in (SYSTEM, SYSTEM_FILE):
     if flag.value is not None and not CHAT.value:

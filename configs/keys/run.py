@@ -97,6 +97,7 @@ LORA: Rows = {
     "rank of the adapters; 0: off",
     unit="dims",
     least=0,
+    readers=("decoder",),
     excludes={
       "model.attention=latent": "its projections have no adapters; training.trainable chooses what "
       "is trained",

