@@ -54,7 +54,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     watch.at("exporting", STARTING)
     together = Together(watch.group, timeout_seconds=seconds)
     with preemption.undone(folder.remove):
-      export.write(folder, plan, export.Fetcher(params, model_spec(config)), together)
+      export.write(folder, plan, export.fetcher(params, model_spec(config)), together)
     which = f", step {step}," if step else ""
     say(f"exported {what} of {location}{which} to {folder.final} ({size_text(plan.bytes)})")
     return exit_codes.DONE

@@ -154,7 +154,7 @@ def _ask(model: TrainedModel, request: Request, watch: Watchdog) -> None:
       continued(prompt, lambda text: printer(0, text), cut)
     finally:
       printer.close()
-    return continued.pace.text()
+    return continued.sampler.pace.text()
 
   _hold(watch.stop, _HELP, answer)
 
@@ -171,7 +171,7 @@ def _converse(chat: Chat, stop: StopRequest) -> None:
     if not turn.strip():
       return ""
     _show(chat, turn, cut)
-    return chat.pace.text()
+    return chat.sampler.pace.text()
 
   _hold(stop, _CHAT_HELP, answer)
 

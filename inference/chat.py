@@ -117,6 +117,7 @@ class Continuation:
 
   Attributes:
     settings: of the draws; others need no compilation.
+    sampler: whose `pace` is that of the last prompt.
   """
 
   def __init__(self, model: TrainedModel, settings: Request):
@@ -131,13 +132,8 @@ class Continuation:
       ValueError: the model does not generate, or a setting is wrong.
     """
     check(model.spec, dataclasses.replace(settings, prompts=("",), max_new_tokens=1))
-    self._sampler = CachedSampler(model)
+    self.sampler = CachedSampler(model)
     self.settings, self._count = settings, 0
-
-  @property
-  def pace(self) -> Pace:
-    """How fast the last prompt was continued."""
-    return self._sampler.pace
 
   def tokens(self, prompt: str) -> list[int]:
     """Returns the tokens of a prompt.
@@ -146,9 +142,9 @@ class Continuation:
       ValueError: it is no text of the tokenizer, or leaves no place in a row.
     """
     check(
-      self._sampler.spec, dataclasses.replace(self.settings, prompts=(prompt,), max_new_tokens=1)
+      self.sampler.spec, dataclasses.replace(self.settings, prompts=(prompt,), max_new_tokens=1)
     )
-    return self._sampler.spec.encoded([prompt])[0].tolist()
+    return self.sampler.spec.encoded([prompt])[0].tolist()
 
   def __call__(self, prompt: str, write: Callable[[str], None], cut: Cut | None = None) -> bytes:
     """Returns what the model generates behind a prompt.
@@ -169,8 +165,8 @@ class Continuation:
     request = dataclasses.replace(self.settings, seed=seed)
     self._count += 1
     stops = [as_bytes(stop) for stop in request.stop]
-    row = Row(as_bytes(prompt), stops, self._sampler.spec.tokenizer)
-    self._sampler.draw_row(tokens, request, row, write, cut)
+    row = Row(as_bytes(prompt), stops, self.sampler.spec.tokenizer)
+    self.sampler.draw_row(tokens, request, row, write, cut)
     return bytes(row.drawn)
 
 
@@ -184,6 +180,7 @@ class Chat:
     messages: so far, of all roles.
     dropped: how many of the first messages no longer fit a row; the system's stays.
     ends: what ends the assistant's turn.
+    sampler: whose `pace` is that of the last reply.
   """
 
   def __init__(self, model: TrainedModel, settings: Request, system: str = ""):
@@ -198,14 +195,9 @@ class Chat:
       ValueError: as `prepare`.
     """
     self._template, self.ends = prepare(model.spec, settings, system)
-    self._sampler, self._spec, self._settings = CachedSampler(model), model.spec, settings
+    self.sampler, self._spec, self._settings = CachedSampler(model), model.spec, settings
     self.messages: list[Message] = _system(system)
     self.dropped = 0
-
-  @property
-  def pace(self) -> Pace:
-    """How fast the last reply was."""
-    return self._sampler.pace
 
   def reply(self, text: str, write: Callable[[str], None], cut: Cut | None = None) -> str:
     """Returns the model's reply to a message of the user, and keeps both.
@@ -225,7 +217,7 @@ class Chat:
     row = Row(before, stops, coder, self.ends.tokens, hidden=True)
     most = self._settings.max_new_tokens or self._spec.sequence_length
     request = dataclasses.replace(self._settings, max_new_tokens=most)
-    self._sampler.draw_row(tokens, request, row, write, cut)
+    self.sampler.draw_row(tokens, request, row, write, cut)
     found = row.drawn.decode(errors="replace")
     self.messages, self.dropped = [*messages, {"role": ASSISTANT, "content": found}], dropped
     return found

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import functools
 import itertools
 import json
 import os
@@ -267,8 +268,9 @@ _DROPPED = (
   *("_name_or_path", "name_or_path", "auto_map", "torch_dtype", "dtype"),
   "quantization_config",  # what is written is not
 )
-# (parameter, place, dtype, whether it is needed here) -> its part there, or None. A place is the
-# indices along its first dims: none, the layer, or layer and expert.
+# (parameter, place, dtype, whether it is needed here) -> its part there in this dtype, a key of
+# `safetensors_file.NAMES`, or None. A place is the indices along its first dims, which the part
+# does not have: none, the layer, or layer and expert.
 Place = tuple[int, ...]
 Fetch = Callable[[str, Place, str, bool], np.ndarray | None]
 
@@ -422,61 +424,49 @@ def planned_adapter(
   return Plan([file], tensors, name_maps.sizes_of(spec), small)
 
 
-class Fetcher:
-  """Brings a layer's or expert's part of a parameter to the processes that need it.
+def fetcher(params: Any, spec: DecoderSpec) -> Fetch:
+  """Returns what brings a layer's or expert's part of a parameter to the processes that need it.
 
-  It is in the dtype of the files.
+  All processes call it in the same order. On one process the devices' shards are put together on
+  the host. Among several, each device gets all of the part, by an all-gather. Kernels that have an
+  adapter are merged with it.
 
-  On one process the devices' shards are put together on the host. Among several, each device gets
-  all of the part, by an all-gather. Kernels that have an adapter are merged with it.
+  Args:
+    params: the placed parameters of the model.
+    spec: of the model.
   """
+  every = named_leaves(params)
 
-  def __init__(self, params: Any, spec: DecoderSpec):
-    """Takes the placed parameters of a model."""
-    self._arrays, self._spec = named_leaves(params), spec
-    self._programs: dict[tuple[str, int, np.dtype], Callable] = {}
+  @functools.cache
+  def program(name: str, indices: int, wanted: np.dtype) -> Callable:
+    """Returns (the parameter, or with its adapter; place) -> the parameter at this place."""
+    array = every[name]
+    axes = (*array.sharding.spec, *[None] * array.ndim)[: array.ndim]
+    kept = PartitionSpec(*axes[indices:]) if array.is_fully_addressable else PartitionSpec()
+    # Rounded on the devices, so that less is sent; widened on the host, where float64 is always on.
+    narrower = wanted.itemsize < array.dtype.itemsize
 
-  def __call__(self, name: str, place: Place, dtype: str, here: bool) -> np.ndarray | None:
-    """Returns a parameter at a place, or None; all processes call it in the same order.
+    def part(arrays: dict[str, jax.Array], place: Place) -> jax.Array:
+      for dim, index in enumerate(place):
+        arrays = {n: jax.lax.dynamic_slice_in_dim(x, index, 1, dim) for n, x in arrays.items()}
+      if len(arrays) > 1:
+        arrays = named_leaves(layers.merge_adapters(spec, nested(arrays)))
+      one = arrays[name].reshape(arrays[name].shape[indices:])
+      return one.astype(wanted) if narrower else one
 
-    Args:
-      name: of the parameter.
-      place: its indices along the first dims, which the result does not have.
-      dtype: of the result, a key of `safetensors_file.NAMES`.
-      here: whether this process needs it.
-    """
-    wanted = jnp.dtype(dtype)
-    siblings = [name, *(f"{name.rpartition('/')[0]}/{one}" for one in (LORA_A, LORA_B))]
-    adapted = name.endswith("/kernel") and siblings[1] in self._arrays
-    arrays = {one: self._arrays[one] for one in (siblings if adapted else [name])}
-    key = name, len(place), wanted
-    if key not in self._programs:
-      self._programs[key] = self._program(name, arrays, wanted, len(place))
-    found = self._programs[key](arrays, place)
+    return jax.jit(part, out_shardings=NamedSharding(array.sharding.mesh, kept))
+
+  def fetch(name: str, place: Place, dtype: str, here: bool) -> np.ndarray | None:
+    wanted, layer = jnp.dtype(dtype), name.removesuffix("/kernel")
+    siblings = (name, *(f"{layer}/{one}" for one in (LORA_A, LORA_B)))
+    arrays = {one: every[one] for one in siblings if one in every}
+    found = program(name, len(place), wanted)(arrays, place)
     if here:
       return np.asarray(found).astype(wanted, copy=False)
     found.block_until_ready()  # one at a time: collectives on simulated devices block one another
     return None
 
-  def _program(
-    self, name: str, arrays: Mapping[str, jax.Array], wanted: np.dtype, indices: int
-  ) -> Callable:
-    """Compiles (the parameter, or with its adapter; place) -> the parameter at this place."""
-    array = arrays[name]
-    spec = (*array.sharding.spec, *[None] * array.ndim)[: array.ndim]
-    kept = PartitionSpec(*spec[indices:]) if array.is_fully_addressable else PartitionSpec()
-    # Rounded on the devices, so that less is sent; widened on the host, where float64 is always on.
-    narrower = wanted.itemsize < array.dtype.itemsize
-
-    def part(arrays: dict[str, jax.Array], place: tuple[jax.Array, ...]) -> jax.Array:
-      for dim, index in enumerate(place):
-        arrays = {n: jax.lax.dynamic_slice_in_dim(x, index, 1, dim) for n, x in arrays.items()}
-      if len(arrays) > 1:
-        arrays = named_leaves(layers.merge_adapters(self._spec, nested(arrays)))
-      one = arrays[name].reshape(arrays[name].shape[indices:])
-      return one.astype(wanted) if narrower else one
-
-    return jax.jit(part, out_shardings=NamedSharding(array.sharding.mesh, kept))
+  return fetch
 
 
 # ------------------------------ writing ------------------------------

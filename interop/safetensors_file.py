@@ -2,7 +2,8 @@
 
 Arrays are read by `os.preadv` into buffers, never mapped: the pages of a mapped file count as this
 process' memory, and a column of a matrix touches all of them. They are written one after the other,
-in files of at most 5 GB. Nothing here imports JAX.
+in files of at most 5 GB. The format's own library (0.8) maps what it reads, does not say where an
+array is in the file, and takes all arrays of a file at once to write it. Nothing here imports JAX.
 
 Sources: of the format, https://huggingface.co/docs/safetensors; of the names of the files and of
 the index, transformers' `save_pretrained`.

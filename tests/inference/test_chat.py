@@ -169,12 +169,12 @@ def test_the_first_is_what_a_sampler_draws_and_the_next_by_the_next_seed(model, 
     assert sampler(model.params, request) == [drawn]
   assert found[0] != found[1]
   assert "".join(written) == "".join(one.decode(errors="replace") for one in found)
-  assert continuation.pace.tokens == sampler.pace.tokens == 9
+  assert continuation.sampler.pace.tokens == sampler.pace.tokens == 9
 
 
 def test_a_text_ends_by_a_cut_at_a_stop_text_and_where_the_row_is_full(continuation):
   assert len(continuation(PROMPT, lambda text: None, lambda: True)) == 1
-  assert continuation.pace.tokens == 1
+  assert continuation.sampler.pace.tokens == 1
   continuation.settings = dataclasses.replace(SETTINGS, max_new_tokens=1000, temperature=0.0)
   drawn = continuation(PROMPT, lambda text: None)
   assert len(drawn) == 40 - len(PROMPT) + 1

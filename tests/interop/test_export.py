@@ -213,7 +213,7 @@ def exported(to, job, arrays, dtype="float32", source=None):
   plan = plan_of(job.config, dtype, source)
   folder = ExportFolder(export.check_folder(str(to), None))
   params = tree_of(job, arrays)
-  export.write(folder, plan, export.Fetcher(params, model_spec(job.config)), Together())
+  export.write(folder, plan, export.fetcher(params, model_spec(job.config)), Together())
   assert sum(path.stat().st_size for path in to.iterdir()) == plan.bytes
   found, index = {}, {}
   if (to / hf_folder.INDEX).exists():

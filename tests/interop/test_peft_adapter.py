@@ -213,7 +213,7 @@ def written(tmp_path_factory):
     )
     folder = ExportFolder(check_folder(str(root / "adapter" / case), None))
     export.write(
-      folder, plan, export.Fetcher(tree_of(one, arrays), model_spec(one.config)), Together()
+      folder, plan, export.fetcher(tree_of(one, arrays), model_spec(one.config)), Together()
     )
     exported(root / "merged" / case, one, arrays, source=source)
   return root
