@@ -25,6 +25,7 @@ from partitioning.parallel import collectives
 from partitioning.parallel.expert_exchange import Exchange, Groups, Way, exchanged, grouped_matmul
 from partitioning.parallel.sharded_function import (
   SEQUENCE_DIM,
+  Operand,
   reduce_partial,
   sequence_axes,
   sharded,
@@ -271,11 +272,12 @@ class RouterLinear(Linear):
 
     logits_BRe, *found = sharded(
       routed,
-      [RESIDUAL.between, self.letters, *("e" for _ in biases)],
-      [RESIDUAL.between, inside, *("e" for _ in biases)],
+      [
+        Operand(RESIDUAL.between, x_BRD.astype(wide)),
+        Operand(self.letters, self.effective_kernel(), inside, kernel=True),
+        *(Operand("e", bias, kernel=True) for bias in biases),
+      ],
       [f"{_TOKENS}{one}" for one in ("e", "k", "k", "e")],
-      *(x_BRD.astype(wide), self.effective_kernel(), *biases),
-      kernels=range(1, 2 + len(biases)),
       residual=RESIDUAL,
       dtype=wide,
       by_hand=True,
@@ -294,10 +296,12 @@ class Kernels(nnx.Module):
     if self.bias_letters:
       self.bias = linear.bias
 
-  def operands(self) -> list[tuple[str, jax.Array]]:
-    """Returns letters and arrays of the kernels, and of the biases where there are some."""
-    found = [(self.letters, self.kernel[...])]
-    return [*found, (self.bias_letters, self.bias[...])] if self.bias_letters else found
+  def operands(self) -> list[Operand]:
+    """Returns the kernels, and the biases where there are some."""
+    found = [Operand(self.letters, self.kernel[...], kernel=True)]
+    if self.bias_letters:
+      found.append(Operand(self.bias_letters, self.bias[...], kernel=True))
+    return found
 
 
 class Experts(nnx.Module):
@@ -367,8 +371,9 @@ class Experts(nnx.Module):
   def _exchanged(self, x_BRD, gates_BRk, experts_BRk) -> list[jax.Array]:
     """Returns the experts' update, and rounds and fullest pair of the exchange."""
     layers = [self.gate, self.up, self.down]
-    operands = [pair for layer in layers for pair in layer.operands()]
-    letters = [one for one, _ in operands]
+    tokens = (RESIDUAL.between, x_BRD), (f"{_TOKENS}k", gates_BRk), (f"{_TOKENS}k", experts_BRk)
+    operands = [Operand(*one) for one in tokens]
+    operands += [one for layer in layers for one in layer.operands()]
     sequence, partial, axes = sequence_axes(RESIDUAL), split_over("M"), split_over("E")
 
     def region(manual: bool, *arguments: jax.Array) -> list[jax.Array]:
@@ -383,14 +388,10 @@ class Experts(nnx.Module):
       update = reduce_partial(update, partial, sequence) if manual else update
       return [update, found.rounds, found.fullest]
 
-    tokens = [RESIDUAL.between, f"{_TOKENS}k", f"{_TOKENS}k"]
     return sharded(
       region,
-      [*tokens, *letters],
-      [*tokens, *letters],
+      operands,
       [RESIDUAL.between, "", ""],
-      *(x_BRD, gates_BRk, experts_BRk, *(x for _, x in operands)),
-      kernels=range(3, 3 + len(operands)),
       residual=RESIDUAL,
       dtype=x_BRD.dtype,
       by_hand=True,

@@ -31,6 +31,7 @@ from partitioning.dtypes import wide_dtype
 from partitioning.parallel import collectives
 from partitioning.parallel.sharded_function import (
   SEQUENCE_DIM,
+  Operand,
   Residual,
   Weight,
   contracted,
@@ -63,6 +64,12 @@ class LowRank:
   def rank(self) -> str:
     """Returns the letter of the rank."""
     return self.letters_b[0]
+
+  def operands(self) -> list[Operand]:
+    """Returns A and B, the dims that are contracted last."""
+    inputs = self.letters_a.replace(self.rank, "")
+    pairs = (self.letters_a, self.a, inputs), (self.letters_b, self.b, self.rank)
+    return [Operand(one, x, summed_last(one, summed), kernel=True) for one, x, summed in pairs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,48 +122,33 @@ def column_parallel(
     gives for the weight's.
   """
   sequence, width = sequence_axes(residual), split_over(residual.width)
-
-  def plain(x: jax.Array, *kernels: jax.Array) -> tuple[jax.Array, ...]:
-    pairs = zip(inside, kernels, strict=True)
-    return tuple(contracted(residual.inside, x, letters, kernel) for letters, kernel in pairs)
-
-  def updated(x: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    results = plain(x, *operands[: len(weights)])
-    return tuple(updates.added(results, residual.inside, outputs, x, operands[len(weights) :]))
+  outputs = [residual.activation(weight.letters) for weight in weights]
+  inside = [summed_last(weight.letters, residual.width) for weight in weights]
+  letters = residual.between, residual.inside
+  products = _Products(weights, inside, letters, outputs, dropped, residual)
+  in_8_bits = products.in_8_bits
+  ring = _as_ring() and bool(sequence) and not width and products.can_be_parts
 
   def matmuls(manual: bool, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
-    kernels, more = operands[: len(weights)], operands[len(weights) :]
-    more, scalars = more[: len(updates.operands)], more[len(updates.operands) :]
     # Updates are of the activation itself; without any, it is gathered in 8 bits.
-    if in_8_bits and not updates.kernels:
+    if in_8_bits and not products.updates:
+      kernels, _, scalars = products.parted(operands)
       gathered = sequence if manual else ()
-      results = in_8_bits(manual, x, kernels, scalars, gathered, ring=bool(ring))
+      results = in_8_bits(manual, x, kernels, scalars, gathered, ring=ring)
     elif manual and ring:
-      results = _rings().gathered(updated, sequence, x, *operands)
+      results = _rings().gathered(products.of_tokens, sequence, x, *operands)
     else:
       if manual and sequence:
         x = collectives.all_gather(x, sequence, SEQUENCE_DIM)
-      results = in_8_bits(manual, x, kernels, scalars) if in_8_bits else plain(x, *kernels)
-      results = updates.added(results, residual.inside, outputs, x, more)
+      results = products(manual, x, *operands)
     return [collectives.total(result, width) for result in results] if manual else results
 
-  outputs = [residual.activation(weight.letters) for weight in weights]
-  inside = [summed_last(weight.letters, residual.width) for weight in weights]
-  updates = _Updates(weights, dropped, residual)
-  in_8_bits, known = _eight_bit(weights, residual.inside, residual.between, outputs)
-  ring = _as_ring() and sequence and not (width or updates.dropout)
-  ring = ring and not (in_8_bits and updates.kernels)
-  no_dims = [""] * len(known)
   return sharded(
     matmuls,
-    [residual.between, *(weight.letters for weight in weights), *updates.letters, *no_dims],
-    [residual.between, *inside, *updates.inside, *no_dims],
+    [Operand(residual.between, x), *products.operands],
     outputs,
-    *(x, *(weight.effective_kernel() for weight in weights), *updates.operands, *known),
-    kernels=range(1, 1 + len(weights) + updates.kernels),
     residual=residual,
     dtype=x.dtype,
-    stored_kernels=range(1, 1 + len(weights)) if in_8_bits else (),
   )
 
 
@@ -177,45 +169,30 @@ def row_parallel(
   Returns:
     The residual's update, between blocks.
   """
-
-  def plain(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array]:
-    return (contracted(x_letters, x, inside, kernel),)
-
-  def updated(x: jax.Array, kernel: jax.Array, *operands: jax.Array) -> tuple[jax.Array]:
-    [out] = updates.added(plain(x, kernel), x_letters, [residual.inside], x, operands)
-    return (out,)
-
-  def matmul(manual: bool, x: jax.Array, kernel, *operands) -> list[jax.Array]:
-    operands, scalars = operands[: len(updates.operands)], operands[len(updates.operands) :]
-    if manual and ring and in_8_bits:
-      return in_8_bits(manual, x, [kernel], scalars, scattered=sequence)
-    if manual and ring:
-      return [_rings().scattered(updated, sequence, x, kernel, *operands)]
-    [out] = in_8_bits(manual, x, [kernel], scalars) if in_8_bits else plain(x, kernel)
-    [out] = updates.added([out], x_letters, [residual.inside], x, operands)
-    return [reduce_partial(out, axes, sequence) if manual else out]
-
-  x_letters, summed = (
+  letters, summed = (
     residual.activation(weight.letters),
     weight.letters.replace(residual.width, ""),
   )
-  inside = summed_last(weight.letters, summed)
   axes, sequence = split_over(summed), sequence_axes(residual)
-  updates = _Updates([weight], dropped, residual)
-  in_8_bits, known = _eight_bit([weight], x_letters, x_letters, [residual.inside])
-  ring = _as_ring() and axes and axes == sequence
-  ring = ring and not (updates.dropout or (in_8_bits and updates.kernels))
-  no_dims = [""] * len(known)
+  inside = [summed_last(weight.letters, summed)]
+  products = _Products([weight], inside, (letters,) * 2, [residual.inside], dropped, residual)
+  ring = _as_ring() and bool(axes) and axes == sequence and products.can_be_parts
+
+  def matmul(manual: bool, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+    if manual and ring and products.in_8_bits:
+      kernels, _, scalars = products.parted(operands)
+      return products.in_8_bits(manual, x, kernels, scalars, scattered=sequence)
+    if manual and ring:
+      return [_rings().scattered(products.of_tokens, sequence, x, *operands)]
+    [out] = products(manual, x, *operands)
+    return [reduce_partial(out, axes, sequence) if manual else out]
+
   [out] = sharded(
     matmul,
-    [x_letters, weight.letters, *updates.letters, *no_dims],
-    [x_letters, inside, *updates.inside, *no_dims],
+    [Operand(letters, x), *products.operands],
     [residual.between],
-    *(x, weight.effective_kernel(), *updates.operands, *known),
-    kernels=range(1, 2 + updates.kernels),
     residual=residual,
     dtype=x.dtype,
-    stored_kernels=[1] if in_8_bits else (),
   )
   return out
 
@@ -245,11 +222,8 @@ def for_each_head(x: jax.Array, heads: str, residual: Residual) -> jax.Array:
   axes, output = splits(heads, size), residual.tokens + heads + residual.width
   [out] = sharded(
     repeated,
-    [residual.between],
-    [residual.between],
+    [Operand(residual.between, x)],
     [output],
-    x,
-    kernels=(),
     residual=residual,
     dtype=x.dtype,
     by_hand=bool(axes),
@@ -305,19 +279,16 @@ def feedforward(
       return [_rings().through(all_of, sequence, x, *kernels)]
     return [all_of(x, *kernels)]
 
-  sequence = sequence_axes(residual)
-  letters = [weight.letters for weight in (*weights, down)]
+  sequence, every = sequence_axes(residual), [*weights, down]
   outputs = [residual.activation(weight.letters) for weight in weights]
   # The width last, as XLA for TPUs has the gradients: it is the dim that `fsdp` splits, and of one
   # that is scattered along its lanes XLA makes an all-reduce.
-  inside = [summed_last(weight.letters, residual.width) for weight in (*weights, down)]
+  inside = [summed_last(weight.letters, residual.width) for weight in every]
+  kernels = [_kernel(weight, letters) for weight, letters in zip(every, inside, strict=True)]
   [out] = sharded(
     matmuls,
-    [residual.between, *letters],
-    [residual.between, *inside],
+    [Operand(residual.between, x), *kernels],
     [residual.between],
-    *(x, *(weight.effective_kernel() for weight in (*weights, down))),
-    kernels=range(1, 2 + len(weights)),
     residual=residual,
     dtype=x.dtype,
   )
@@ -335,64 +306,90 @@ def _rings() -> ModuleType:
   return collective_matmul
 
 
-def _eight_bit(
-  weights: Sequence[Weight], x: str, stored_x: str, outputs: Sequence[str]
-) -> tuple[Callable | None, list[jax.Array]]:
-  """Returns the products in 8 bits, where the weights are multiplied so, and what is `known`."""
-  found = [weight.eight_bit() for weight in weights]
-  if found[0] is None:
-    return None, []
-  from partitioning.parallel.eight_bit import Products  # where it is chosen
-
-  known = [one for weight in found for one in weight.known]
-  return Products(found[0].dtype, x, stored_x, outputs), known
+def _kernel(weight: Weight, inside: str, *, stored: bool = False) -> Operand:
+  return Operand(weight.letters, weight.effective_kernel(), inside, kernel=True, stored=stored)
 
 
-class _Updates:
-  """The low-rank updates of some weights, as further operands of their matmuls.
+class _Products:
+  """The products of an activation with some weights: plain, in 8 bits, with low-rank updates.
 
   Attributes:
-    operands: A and B of each update, then the mask of dropped inputs if there is one.
-    letters: of the operands.
-    inside: the same letters, in the order in which the matmuls take them.
-    kernels: how many of the operands are parameters.
-    dropout: whether there is a mask.
+    operands: the kernels; A and B of each update, then the mask of dropped inputs if there is one;
+      the scalars of 8-bit products.
+    updates: (number of the weight, its update), of those that have one.
+    in_8_bits: the products in 8 bits; None: they are in the compute dtype.
+    can_be_parts: whether parts of the sequence can be multiplied one by one.
   """
 
-  def __init__(self, weights: Sequence[Weight], dropped: Dropped | None, residual: Residual):
-    found = [weight.low_rank() for weight in weights]
-    self._of = [(number, update) for number, update in enumerate(found) if update is not None]
-    self._dropped, self._tokens = dropped if self._of else None, residual.tokens
-    updates = [update for _, update in self._of]
-    self.operands = [x for update in updates for x in (update.a, update.b)]
-    self.letters = [x for update in updates for x in (update.letters_a, update.letters_b)]
-    self.inside = []
-    for update in updates:
-      self.inside.append(summed_last(update.letters_a, update.letters_a.replace(update.rank, "")))
-      self.inside.append(summed_last(update.letters_b, update.rank))
-    self.kernels, self.dropout = len(self.operands), self._dropped is not None
-    if self.dropout:
-      self.operands.append(self._dropped.keep)
-      self.letters.append(self._dropped.letters)
-      self.inside.append(self._dropped.letters)
-
-  def added(
+  def __init__(
     self,
-    results: Sequence[jax.Array],
-    x_letters: str,
+    weights: Sequence[Weight],
+    inside: Sequence[str],
+    letters: tuple[str, str],
     outputs: Sequence[str],
-    x: jax.Array,
-    operands: Sequence[jax.Array],
-  ) -> list[jax.Array]:
-    """Returns the weights' results with the updates added; `operands` as they are inside."""
+    dropped: Dropped | None,
+    residual: Residual,
+  ):
+    """Takes letters: of kernels as they are multiplied, of x as given and as multiplied, results.
+
+    Args:
+      weights: to multiply by.
+      inside: the letters of the kernels as they are multiplied.
+      letters: of the activation, as it is given and as it is multiplied.
+      outputs: of the products, before they are reduced.
+      dropped: inputs that the updates do not see.
+      residual: the residual's letters.
+    """
+    self._inside, self._outputs, self._tokens = inside, outputs, residual.tokens
+    self._x, eight_bit = letters[1], [weight.eight_bit() for weight in weights]
+    self.in_8_bits, known = None, ()
+    if eight_bit[0] is not None:
+      from partitioning.parallel.eight_bit import Products  # where it is chosen
+
+      self.in_8_bits = Products(eight_bit[0].dtype, letters[1], letters[0], outputs)
+      known = [Operand("", one) for weight in eight_bit for one in weight.known]
+    found = [weight.low_rank() for weight in weights]
+    self.updates = [(number, one) for number, one in enumerate(found) if one is not None]
+    self._dropped = dropped if self.updates else None
+    stored = self.in_8_bits is not None
+    kernels = [_kernel(w, order, stored=stored) for w, order in zip(weights, inside, strict=True)]
+    more = [one for _, update in self.updates for one in update.operands()]
+    self._inside_updates = [one.order for one in more]
+    if self._dropped is not None:
+      more.append(Operand(self._dropped.letters, self._dropped.keep))
+    self.operands = [*kernels, *more, *known]
+    self._cuts = len(kernels), len(kernels) + len(more)
+    self.can_be_parts = self._dropped is None and not (self.in_8_bits and self.updates)
+
+  def parted(self, operands: Sequence) -> tuple[Sequence, Sequence, Sequence]:
+    """Returns the kernels, what updates take, and the scalars, of the operands."""
+    first, second = self._cuts
+    return operands[:first], operands[first:second], operands[second:]
+
+  def __call__(self, manual: bool, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+    """Returns the products of all tokens; `manual`: in a region."""
+    kernels, more, scalars = self.parted(operands)
+    if self.in_8_bits is None:
+      return list(self.of_tokens(x, *operands))
+    return self._updated(self.in_8_bits(manual, x, kernels, scalars), x, more)
+
+  def of_tokens(self, x: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the products in the compute dtype, of any part of the sequence."""
+    kernels, more, _ = self.parted(operands)
+    pairs = zip(self._inside, kernels, strict=True)
+    results = [contracted(self._x, x, letters, kernel) for letters, kernel in pairs]
+    return tuple(self._updated(results, x, more))
+
+  def _updated(self, results: list, x: jax.Array, operands: Sequence) -> list[jax.Array]:
+    """Returns the products with the updates added."""
     results = list(results)
-    if self.dropout:
+    if self._dropped is not None:
       kept = (x.astype(wide_dtype(x.dtype)) / (1.0 - self._dropped.rate)).astype(x.dtype)
       x = jnp.where(operands[-1], kept, jnp.zeros_like(x))
-    for order, (number, update) in enumerate(self._of):
-      hidden, output = self._tokens + update.rank, outputs[number]
-      inside_a, inside_b = self.inside[2 * order : 2 * order + 2]
+    for order, (number, update) in enumerate(self.updates):
+      hidden, output = self._tokens + update.rank, self._outputs[number]
+      inside_a, inside_b = self._inside_updates[2 * order : 2 * order + 2]
       a, b = operands[2 * order : 2 * order + 2]
-      low = jnp.einsum(f"{x_letters},{inside_a}->{hidden}", x, a)
+      low = jnp.einsum(f"{self._x},{inside_a}->{hidden}", x, a)
       results[number] = results[number] + jnp.einsum(f"{hidden},{inside_b}->{output}", low, b)
     return results

@@ -82,21 +82,48 @@ class Residual:
     return self.tokens + letters.replace(self.width, "")
 
 
+Moves = tuple[tuple[int, Axes], ...]  # (dim, axes) of all-gathers
+
+
 @dataclasses.dataclass(frozen=True)
 class Stored:
   """A parameter as a device stores it, before it is gathered.
 
   Attributes:
     shard: the device's part.
-    moves: (dim, axes) of the all-gathers.
+    moves: its all-gathers.
     axes: of each dim, those that split it.
     gradient_dtype: in which its gradient is reduced.
   """
 
   shard: jax.Array
-  moves: tuple[tuple[int, Axes], ...]
+  moves: Moves
   axes: tuple[Axes, ...]
   gradient_dtype: jnp.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+  """An argument of a function of sharded arrays.
+
+  Attributes:
+    letters: of its dims; "" of a scalar.
+    array: the argument.
+    inside: the same letters, in the order in which the function takes the dims; "": in theirs.
+    kernel: whether it is a parameter, which is cast and gathered for the function.
+    stored: whether the function takes it as `Stored`, and gathers it.
+  """
+
+  letters: str
+  array: jax.Array
+  inside: str = ""
+  kernel: bool = False
+  stored: bool = False
+
+  @property
+  def order(self) -> str:
+    """Returns the letters in the order in which the function takes the dims."""
+    return self.inside or self.letters
 
 
 def on_shards(
@@ -226,15 +253,12 @@ def reduce_partial(partial: jax.Array, axes: Axes, extra: Axes) -> jax.Array:
 
 def sharded(
   function: Callable[..., list[jax.Array]],
-  given: Sequence[str],
-  inside: Sequence[str],
+  operands: Sequence[Operand],
   outputs: Sequence[str],
-  *arguments: jax.Array,
-  kernels: Sequence[int],
+  *,
   residual: Residual,
   dtype: jnp.dtype,
   by_hand: bool = False,
-  stored_kernels: Sequence[int] = (),
   recompute: bool = True,
 ) -> list[jax.Array]:
   """Runs a function of sharded arrays: in a shard_map, where a weight or the sequence is gathered.
@@ -244,92 +268,85 @@ def sharded(
 
   Args:
     function: takes whether it runs in a shard_map, then shards or global arrays.
-    given: the letters of the arrays; "" of scalars.
-    inside: the same letters, in the order in which the function takes each array's dims.
+    operands: what it takes them of.
     outputs: the letters of its results.
-    *arguments: the arrays.
-    kernels: indices of the arguments that are parameters.
     residual: the residual's letters.
     dtype: to which parameters are cast for the function.
     by_hand: in a shard_map in any case.
-    stored_kernels: indices of the parameters that the function takes as `Stored`, and gathers.
     recompute: False saves what the function saves: of the last one, whose backward pass is next.
   """
   layout, sizes = automatic_layout()
-  extents = _extents(given, arguments)
+  inside = [one.order for one in operands]
+  extents = _extents([one.letters for one in operands], [one.array for one in operands])
   between, within = residual.sequences  # the sequence is as long in a block as between blocks
   extents.setdefault(between, extents.get(within, 0))
   extents.setdefault(within, extents[between])
+  kernels = [letters for letters, one in zip(inside, operands, strict=True) if one.kernel]
+  parameters = {**layout.table, **layout.parameters}
   used = [_spec(letters, extents, layout.table) for letters in inside]
   stored = list(used)
-  for number in kernels:
-    spec = _spec(inside[number], extents, {**layout.table, **layout.parameters})
-    if _gathers(spec, used[number]) is not None:
+  for number, one in enumerate(operands):
+    spec = _spec(one.order, extents, parameters)
+    if one.kernel and _gathers(spec, used[number]) is not None:
       stored[number] = spec
   moves = [_gathers(before, after) for before, after in zip(stored, used, strict=True)]
   # If a dim cannot be split there is no region to trace, and `constrain` records the failure.
-  fits = _fit([*inside, *outputs], extents, layout.table) and _fit(
-    [inside[number] for number in kernels], extents, {**layout.table, **layout.parameters}
-  )
+  fits = _fit([*inside, *outputs], extents, layout.table) and _fit(kernels, extents, parameters)
 
   # Kernels enter a region in a wider dtype if their gradients are to leave it in one.
   wide = layout.gradient_dtype or dtype
   wider = jnp.finfo(wide).bits > jnp.finfo(dtype).bits
 
-  def on_device(*shards: jax.Array) -> list[jax.Array]:
-    operands = [
-      _taken(x, moves[number], dtype) if wider and number in kernels else _gather(x, moves[number])
-      for number, x in enumerate(shards)
-    ]
-    operands = [
-      checkpoint_name(x, GATHERED) if number in kernels and moves[number] else x
-      for number, x in enumerate(operands)
-    ]
-    for number in stored_kernels:
-      shard = shards[number]
-      entries = spec_entries(stored[number], shard.ndim)
+  def taken(one: Operand, shard: jax.Array, spec: PartitionSpec, moves: Moves) -> Any:
+    if one.stored:
+      entries = spec_entries(spec, shard.ndim)
       axes = tuple(tuple(axis for axis in entry if sizes[axis] > 1) for entry in entries)
-      operands[number] = Stored(shard, moves[number], axes, shard.dtype)
-    return function(True, *operands)
+      return Stored(shard, moves, axes, shard.dtype)
+    x = _taken(shard, moves, dtype) if wider and one.kernel else _gather(shard, moves)
+    return checkpoint_name(x, GATHERED) if one.kernel and moves else x
+
+  def on_device(*shards: jax.Array) -> list[jax.Array]:
+    return function(True, *map(taken, operands, shards, stored, moves))
 
   def everywhere(*arrays: jax.Array) -> list[jax.Array]:
-    operands = [
+    arrays = [
       constrain(x, letters) if letters else x for x, letters in zip(arrays, inside, strict=True)
     ]
-    for number in stored_kernels:
-      array = operands[number]
-      operands[number] = Stored(array, (), ((),) * array.ndim, array.dtype)
-    return function(False, *operands)
+    given = (
+      Stored(x, (), ((),) * x.ndim, x.dtype) if one.stored else x
+      for one, x in zip(operands, arrays, strict=True)
+    )
+    return function(False, *given)
 
-  def product(*arguments: jax.Array) -> list[jax.Array]:
+  def product(*arrays: jax.Array) -> list[jax.Array]:
     # Also for split weights: XLA's partitioner would all-reduce the gradient of x once per weight;
     # here their sum is reduced once (as seen on CPUs). And to reduce in a wider dtype: it reduces
     # what a matmul returns.
-    split = any(split_over(inside[number]) for number in kernels)
-    manual = by_hand or split or sequence_axes(residual) or any(moves)
+    manual = by_hand or any(map(split_over, kernels)) or sequence_axes(residual) or any(moves)
     manual = manual or (wider and not on_one_device() and math.prod(sizes.values()) > 1)
     manual = manual and not (layout.checking and not fits)
     cast = wide if wider and manual else dtype
-    arguments = [
-      jnp.transpose(x.astype(cast) if number in kernels else x, [old.index(c) for c in new])
-      for number, (x, old, new) in enumerate(zip(arguments, given, inside, strict=True))
+    arrays = [
+      jnp.transpose(x.astype(cast) if one.kernel else x, [one.letters.index(c) for c in one.order])
+      for one, x in zip(operands, arrays, strict=True)
     ]
     if not manual:
-      results = everywhere(*arguments)
+      results = everywhere(*arrays)
     else:
-      for x, letters in zip(arguments, inside, strict=True):
+      for x, letters in zip(arrays, inside, strict=True):
         if letters:
           record(letters, x.shape)
       outs = [_spec(letters, extents, layout.table) for letters in outputs]
-      results = manual_region(on_device, tuple(stored), outs)(*arguments)
+      results = manual_region(on_device, tuple(stored), outs)(*arrays)
     return [constrain(x, letters) for x, letters in zip(results, outputs, strict=True)]
 
+  arrays = [one.array for one in operands]
   if not recompute:
-    return product(*arguments)
+    return product(*arrays)
   # A new function each time: JAX would reuse a traced one under another activation layout.
   kept = jax.checkpoint_policies.save_only_these_names(GATHERED)
   policy = None if layout.reshard_after_forward else kept
-  return jax.checkpoint(product, prevent_cse=False, policy=policy)(*arguments)
+  return jax.checkpoint(product, prevent_cse=False, policy=policy)(*arrays)
 
 
 def sequence_axes(residual: Residual) -> tuple[str, ...]:
@@ -364,7 +381,7 @@ def _fit(every: Sequence[str], extents: Mapping[str, int], table: Table) -> bool
   )
 
 
-def _gathers(before: PartitionSpec, after: PartitionSpec) -> tuple[tuple[int, Axes], ...] | None:
+def _gathers(before: PartitionSpec, after: PartitionSpec) -> Moves | None:
   """Returns (dim, axes) of the all-gathers from one spec to another; None if they are not enough.
 
   Of a dim that two axes split, the inner one can be gathered: the shards of the outer one stay
@@ -381,7 +398,7 @@ def _gathers(before: PartitionSpec, after: PartitionSpec) -> tuple[tuple[int, Ax
   return tuple(moves)
 
 
-def _gather(shard: jax.Array, moves: Sequence[tuple[int, Axes]]) -> jax.Array:
+def _gather(shard: jax.Array, moves: Moves) -> jax.Array:
   """All-gathers a shard; the transpose is a reduce-scatter of the gradient."""
   for dim, axes in moves:
     shard = collectives.all_gather(shard, axes, dim)
@@ -395,9 +412,7 @@ def gathered(stored: Stored, dtype: jnp.dtype, *, constant: bool) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def with_gradient_of(
-  whole: jax.Array, shard: jax.Array, moves: tuple[tuple[int, Axes], ...]
-) -> jax.Array:
+def with_gradient_of(whole: jax.Array, shard: jax.Array, moves: Moves) -> jax.Array:
   """Returns a part of a gathered parameter; its gradient is reduce-scattered to the same shard's.
 
   Args:
@@ -421,7 +436,7 @@ with_gradient_of.defvjp(_whole_forward, _whole_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _taken(shard: jax.Array, moves: Sequence[tuple[int, Axes]], dtype: jnp.dtype) -> jax.Array:
+def _taken(shard: jax.Array, moves: Moves, dtype: jnp.dtype) -> jax.Array:
   """Returns a parameter cast and all-gathered; its gradient is reduced in the parameter's dtype."""
   return _gather(shard.astype(dtype), moves)
 
@@ -435,7 +450,7 @@ def _taken_backward(moves, dtype, like: jax.Array, gradient: jax.Array) -> tuple
   return (_reduced(gradient, moves, like.dtype),)
 
 
-def _reduced(gradient: jax.Array, moves: Sequence, dtype: jnp.dtype) -> jax.Array:
+def _reduced(gradient: jax.Array, moves: Moves, dtype: jnp.dtype) -> jax.Array:
   """Returns a device's part of a gradient, reduced in a dtype."""
   gradient = gradient.astype(dtype)
   for dim, axes in reversed(moves):

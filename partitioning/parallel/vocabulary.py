@@ -14,6 +14,7 @@ from partitioning.dtypes import wide_dtype
 from partitioning.parallel import collectives
 from partitioning.parallel.sharded_function import (
   SEQUENCE_DIM,
+  Operand,
   Residual,
   Stored,
   Weight,
@@ -125,14 +126,14 @@ def chunked_logits(
 
   return sharded(
     numbers,
-    [residual.between, weight.letters, residual.tokens],
-    [residual.between, inside, residual.tokens],
+    [
+      Operand(residual.between, x),
+      Operand(weight.letters, kernel, inside, kernel=True, stored=True),
+      Operand(residual.tokens, targets),
+    ],
     [residual.tokens] * reduction.results,
-    *(x, kernel, targets),
-    kernels=[1],
     residual=residual,
     dtype=x.dtype,
-    stored_kernels=[1],
     recompute=False,  # of all chunks, besides that of each
   )
 
@@ -172,14 +173,10 @@ def vocab_parallel_embedding(
   # Where data is manual and context is not, XLA's partitioner would gather the gradients of all
   # tokens along it for the table's gradient, instead of reducing that (as seen on CPUs).
   by_hand = batch_part() is not None and bool(split_over(residual.tokens))
-  letters = [weight.letters, residual.tokens]
   [out] = sharded(
     look_up,
-    letters,
-    letters,
+    [Operand(weight.letters, table, kernel=True), Operand(residual.tokens, tokens)],
     [residual.between],
-    *(table, tokens),
-    kernels=[0],
     residual=residual,
     dtype=dtype,
     by_hand=by_hand,
