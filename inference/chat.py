@@ -58,8 +58,8 @@ class CachedSampler(Sampler):
     pairs = zip(self._known, tokens[:-1], strict=False)
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     lengths_B = np.full(self.rows, common, np.int32)
-    lengths_B = jax.device_put(lengths_B, self._cache.lengths.sharding)
-    self._cache = dataclasses.replace(self._cache, lengths=lengths_B)
+    lengths_B = jax.device_put(lengths_B, self._cache["lengths"].sharding)
+    self._cache = {**self._cache, "lengths": lengths_B}
     del self._known[common:]
     while len(self._known) < len(tokens):
       piece = tokens[len(self._known) :][:PIECE]

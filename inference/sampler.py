@@ -420,10 +420,8 @@ class Sampler:
     layers = self.job.legend["L"].name
     table = {layers: self.job.config.partitioning.parameters[layers], **self._table}
     placements = {}
-    for name, array in vars(jax.eval_shape(self._empty_cache)).items():
+    for name, array in jax.eval_shape(self._empty_cache).items():
       letters = self._model.CACHE[name]
-      if array is None:  # without intra-document masking
-        continue
       found = resolve(letters, array.shape, self.job.legend, table, self.job.devices.sizes)
       assert not found.failures, found.failures  # checked with the job's activations
       placements[f"cache/{name}"] = Placement(
@@ -471,7 +469,7 @@ class Sampler:
     # Each device draws for its own rows, and needs all of their logits.
     batch = self.placements["cache/lengths"].spec
     logits_BV = jax.lax.with_sharding_constraint(logits_BV, PartitionSpec(*batch, None))
-    drawn_B = draw_token(logits_BV[:, : self.spec.drawable], cache.lengths, settings)
+    drawn_B = draw_token(logits_BV[:, : self.spec.drawable], cache["lengths"], settings)
     return drawn_B[:, None], cache
 
 

@@ -70,15 +70,15 @@ class Generator(Model, Protocol):
   (layers).
 
   Attributes:
-    CACHE: field of the cache -> its letters.
+    CACHE: array of the cache -> its letters.
   """
 
   CACHE: Mapping[str, str]
 
   def empty_cache(self, spec: ModelSpec, rows: int, slots: int) -> Any:
-    """Returns a cache before any token: a dataclass of arrays [B=rows, S=slots, ...] or None.
+    """Returns a cache before any token: a mapping of arrays [B=rows, S=slots, ...].
 
-    It has a field `lengths`, int32 [B]: the tokens read of each row.
+    Among them is `lengths`, int32 [B]: the tokens read of each row.
     """
     ...
 

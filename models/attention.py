@@ -5,8 +5,7 @@ Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,110 +61,50 @@ def device_tiles() -> Tiles:
 
 # ------------------------------ the caches of generation ------------------------------
 
-# The letters of the caches' arrays, of all layers.
+# What the layers keep of the tokens read so far, by name, of one layer or (with L first) of all:
+# the arrays that the class of the attention names in `cached`, and LENGTHS. A row is one document.
+# Slot s of a row holds its s-th token, so rows may differ in length: what is at or past a row's
+# length is masked, whatever it is.
+Cache = dict[str, jax.Array]
+LENGTHS = "lengths"  # int32 [B], tokens read of each row
+# Name -> letters of the array of all layers, in the compute dtype.
 CACHE = {
-  "keys": "LBSKH",
+  "keys": "LBSKH",  # rotated by their positions
   "values": "LBSKH",
-  "latents": "LBSC",
-  "rotary_keys": "LBSI",
-  "lengths": "B",
+  "latents": "LBSC",  # after their norm
+  "rotary_keys": "LBSI",  # of all heads, rotated by their positions
+  LENGTHS: "B",
 }
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Cache:
-  """Keys and values of the tokens read so far, of one layer or (with L first) of all.
-
-  A row is one document. Slot s of a row holds its s-th token, so rows may differ in length: what is
-  at or past a row's length is masked, whatever it is.
-
-  Attributes:
-    keys: [L, B, S, K, H], rotated by their positions, in the compute dtype.
-    values: likewise.
-    lengths: int32 [B], tokens read of each row.
-  """
-
-  keys: Any
-  values: Any
-  lengths: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LatentCache:
-  """What the keys and values of latent attention are computed from, as `Cache`.
-
-  Attributes:
-    latents: [L, B, S, C], after their norm, in the compute dtype.
-    rotary_keys: [L, B, S, I], of all heads, rotated by their positions.
-    lengths: int32 [B], tokens read of each row.
-  """
-
-  latents: Any
-  rotary_keys: Any
-  lengths: Any
-
-
-AnyCache = TypeVar("AnyCache", Cache, LatentCache)
-
-
-def update_cache(cache: AnyCache, *new: Float[Array, "B T ..."]) -> AnyCache:
+def update_cache(cache: Cache, **new: Float[Array, "B T ..."]) -> Cache:
   """Returns one layer's cache with what new tokens add to its arrays, appended to each row.
 
   The lengths are unchanged: the caller knows how many of the T are tokens and not padding.
-
-  Args:
-    cache: of one layer.
-    *new: in the order of the cache's fields, such as keys and values.
   """
 
   def write(row: Array, new: Array, start: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(row, new, start, axis=0)
 
-  found = {}
-  for name, x in zip(_arrays(cache), new, strict=True):
-    joined = jax.vmap(write)(getattr(cache, name), x, cache.lengths)
-    found[name] = constrain(joined, CACHE[name][1:])
-  return dataclasses.replace(cache, **found)
+  found = {name: jax.vmap(write)(cache[name], x, cache[LENGTHS]) for name, x in new.items()}
+  return cache | {name: constrain(x, CACHE[name][1:]) for name, x in found.items()}
 
 
-def cache_layer(cache: AnyCache, layer: Int[Array, ""]) -> AnyCache:
+def cache_layer(cache: Cache, layer: Int[Array, ""]) -> Cache:
   """Returns one layer's cache."""
-  found = {
-    name: constrain(
-      jax.lax.dynamic_index_in_dim(getattr(cache, name), layer, keepdims=False), CACHE[name][1:]
-    )
-    for name in _arrays(cache)
-  }
-  return dataclasses.replace(cache, **found)
+  one = functools.partial(jax.lax.dynamic_index_in_dim, index=layer, keepdims=False)
+  return cache | {n: constrain(one(x), CACHE[n][1:]) for n, x in per_layer(cache).items()}
 
 
-def set_cache_layer(cache: AnyCache, layer: Int[Array, ""], new: AnyCache) -> AnyCache:
+def set_cache_layer(cache: Cache, layer: Int[Array, ""], new: Cache) -> Cache:
   """Returns the cache of all layers with one layer's arrays replaced."""
-  found = {
-    name: jax.lax.dynamic_update_index_in_dim(
-      getattr(cache, name), getattr(new, name), layer, axis=0
-    )
-    for name in _arrays(cache)
-  }
-  return dataclasses.replace(cache, **found)
+  put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
+  return cache | {name: put(x, new[name]) for name, x in per_layer(cache).items()}
 
 
-def per_layer(cache: Cache | LatentCache) -> dict[str, Any]:
-  """Returns the arrays that have the layers as their first dim, by field."""
-  return {name: getattr(cache, name) for name in _arrays(cache)}
-
-
-def of_layers(arrays: Mapping[str, Any], lengths_B: Int[Array, " B"]) -> Cache | LatentCache:
-  """Returns the cache with these arrays of `per_layer`."""
-  kind = Cache if "keys" in arrays else LatentCache
-  return kind(**arrays, lengths=lengths_B)
-
-
-def _arrays(cache: Cache | LatentCache) -> list[str]:
-  """Returns the names of the fields with numbers of each token."""
-  return [field.name for field in dataclasses.fields(cache) if field.name != "lengths"]
+def per_layer(cache: Cache) -> Cache:
+  """Returns the arrays that have the layers as their first dim, without the lengths."""
+  return {name: x for name, x in cache.items() if name != LENGTHS}
 
 
 # ------------------------------ the masked softmax ------------------------------
@@ -465,6 +404,8 @@ def out_dims(spec: LayersSpec, heads: str) -> dict[str, str]:
 class GroupedQueryAttention(nnx.Module):
   """Grouped-query attention. Sources: arXiv:2305.13245; 2104.09864 for rotary positions."""
 
+  cached = "keys", "values"
+
   def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs, name: str = "layers/attention"):
     """Draws the four projections; the last is scaled down by the depth, as in GPT-2."""
     self.spec, linear = spec, functools.partial(Linear, spec=spec, rngs=rngs)
@@ -528,8 +469,9 @@ class GroupedQueryAttention(nnx.Module):
       q_BTNH, k_BTKH = (apply_rope(x, table_2BTh, adjacent=adjacent) for x in (q_BTNH, k_BTKH))
     q_BTNH = layer.scaled(q_BTNH)
     if cache is not None:
-      cache = update_cache(cache, constrain(k_BTKH, "BSKH"), constrain(v_BTKH, "BSKH"))
-      k_BTKH, v_BTKH = cache.keys, cache.values
+      k_BTKH, v_BTKH = constrain(k_BTKH, "BSKH"), constrain(v_BTKH, "BSKH")
+      cache = update_cache(cache, keys=k_BTKH, values=v_BTKH)
+      k_BTKH, v_BTKH = cache["keys"], cache["values"]
     sinks_N = constrain(self.sinks[...], "N") if spec.attention_sinks else None
     output_BTNH = self.attend(
       q_BTNH, k_BTKH, v_BTKH, layer, rows, sinks_N, cached=cache is not None

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from models.attention import (
   Attend,
-  LatentCache,
+  Cache,
   causal_mask,
   masked_softmax,
   out_dims,
@@ -43,6 +43,8 @@ _CACHED = Residual(between="BSC", inside="BSC")
 
 class LatentAttention(nnx.Module):
   """Multi-head latent attention: keys and values of all heads follow from one latent vector."""
+
+  cached = "latents", "rotary_keys"
 
   def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs, name: str = "layers/attention"):
     """Draws the projections; the last is scaled down by the depth, as in GPT-2."""
@@ -81,9 +83,9 @@ class LatentAttention(nnx.Module):
     x_BRD: Float[Array, "B R D"],
     layer: Layer,
     rows: Rows,
-    cache: LatentCache | None = None,
+    cache: Cache | None = None,
     key: Key[Array, ""] | None = None,
-  ) -> tuple[Float[Array, "B R D"], LatentCache | None]:
+  ) -> tuple[Float[Array, "B R D"], Cache | None]:
     """Returns the residual's update, and the cache with these tokens in it.
 
     Args:
@@ -100,7 +102,7 @@ class LatentAttention(nnx.Module):
     if cache is not None:
       rotary_BTI = self._rotated(rotary_BRI[:, :, None], table_2BTh)[:, :, 0]
       latent_BSC, rotary_BSI = constrain(latent_BRC, "BSC"), constrain(rotary_BTI, "BSI")
-      cache = update_cache(cache, latent_BSC, rotary_BSI)
+      cache = update_cache(cache, latents=latent_BSC, rotary_keys=rotary_BSI)
       output_BTNU = self._cached(q_BTNH, layer, rows, cache)
     else:
       [found_BTKJ] = column_parallel(latent_BRC, [self.key_value], LATENT)
@@ -146,15 +148,15 @@ class LatentAttention(nnx.Module):
     return jnp.concatenate([k_BSKG, rotary_BSKI], axis=-1), v_BSKU
 
   def _cached(
-    self, q_BTNH: Float[Array, "B T N H"], layer: Layer, rows: Rows, cache: LatentCache
+    self, q_BTNH: Float[Array, "B T N H"], layer: Layer, rows: Rows, cache: Cache
   ) -> Float[Array, "B T N U"]:
     """Returns the attention output over the slots of a cache, in the cheaper of two ways."""
-    shapes = q_BTNH.shape, cache.latents.shape, self.key_value.kernel.shape
+    shapes = q_BTNH.shape, cache["latents"].shape, self.key_value.kernel.shape
     # In 8 bits the projection of each latent vector is rounded, as in training.
     if not self.key_value.in_8_bits and _absorbs(*shapes):
       return self._absorbed(q_BTNH, layer.window, rows.slots_BT, cache)
-    [found_BSKJ] = column_parallel(cache.latents, [self.key_value], _CACHED)
-    rotary_BSKI = cache.rotary_keys[:, :, None]
+    [found_BSKJ] = column_parallel(cache["latents"], [self.key_value], _CACHED)
+    rotary_BSKI = cache["rotary_keys"][:, :, None]
     rotary_BSKI = jnp.broadcast_to(rotary_BSKI, (*found_BSKJ.shape[:3], rotary_BSKI.shape[-1]))
     k_BSKH, v_BSKU = self._keys_and_values(found_BSKJ, constrain(rotary_BSKI, "BSKI"))
     return self.attend(q_BTNH, k_BSKH, v_BSKU, layer, rows, cached=True)
@@ -164,7 +166,7 @@ class LatentAttention(nnx.Module):
     q_BTNH: Float[Array, "B T N H"],
     window: Int[Array, ""] | None,
     slots_BT: Int[Array, "B T"],
-    cache: LatentCache,
+    cache: Cache,
   ) -> Float[Array, "B T N U"]:
     """Returns the same with the projections applied to queries and outputs.
 
@@ -176,12 +178,12 @@ class LatentAttention(nnx.Module):
     q_BTNH = scaled(q_BTNH, self.attend.scale)
     q_BTNC = jnp.einsum("BTNG,CNG->BTNC", q_BTNH[..., :size], kernel_CKJ[..., :size])
     scores = functools.partial(jnp.einsum, preferred_element_type=wide)
-    scores_BNTS = scores("BTNC,BSC->BNTS", constrain(q_BTNC, "BTNC"), cache.latents)
-    scores_BNTS += scores("BTNI,BSI->BNTS", q_BTNH[..., size:], cache.rotary_keys)
-    slots_S = jnp.arange(cache.latents.shape[1], dtype=slots_BT.dtype)
+    scores_BNTS = scores("BTNC,BSC->BNTS", constrain(q_BTNC, "BTNC"), cache["latents"])
+    scores_BNTS += scores("BTNI,BSI->BNTS", q_BTNH[..., size:], cache["rotary_keys"])
+    slots_S = jnp.arange(cache["latents"].shape[1], dtype=slots_BT.dtype)
     mask_BTS = causal_mask(slots_BT, slots_S, window)
     weights_BNTS = masked_softmax(scores_BNTS, mask_BTS, cap=self.attend.cap).astype(q_BTNH.dtype)
-    out_BTNC = jnp.einsum("BNTS,BSC->BTNC", weights_BNTS, cache.latents)
+    out_BTNC = jnp.einsum("BNTS,BSC->BTNC", weights_BNTS, cache["latents"])
     out_BTNU = jnp.einsum("BTNC,CNU->BTNU", out_BTNC, kernel_CKJ[..., size:])
     return constrain(out_BTNU, "BTNU")
 

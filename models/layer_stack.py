@@ -5,7 +5,6 @@ and no schedule runs, one stage after another.
 Names carry their dims: `x_BRD` is batch, residual sequence, width.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -18,12 +17,11 @@ from jaxtyping import Array, Float, Int, Key
 
 from models import activations
 from models.attention import (
+  LENGTHS,
   BidirectionalAttention,
   Cache,
   GroupedQueryAttention,
-  LatentCache,
   cache_layer,
-  of_layers,
   per_layer,
   set_cache_layer,
 )
@@ -117,8 +115,8 @@ class Block(nnx.Module):
     layer: Layer,
     key: Key[Array, ""] | None,
     rows: Rows,
-    cache: Cache | LatentCache | None = None,
-  ) -> tuple[Float[Array, "B R D"], Cache | LatentCache | None, Sums]:
+    cache: Cache | None = None,
+  ) -> tuple[Float[Array, "B R D"], Cache | None, Sums]:
     """Returns the residual after this layer, the layer's cache, and numbers of each row.
 
     Args:
@@ -394,8 +392,8 @@ def _run(
 
 
 def extended(
-  model: Any, x_BRD: Float[Array, "B R D"], rows: Rows, cache: Cache | LatentCache
-) -> tuple[Float[Array, "B R D"], Cache | LatentCache]:
+  model: Any, x_BRD: Float[Array, "B R D"], rows: Rows, cache: Cache
+) -> tuple[Float[Array, "B R D"], Cache]:
   """Returns the residual after all layers of a `Transformer`, and the cache with the tokens.
 
   Args:
@@ -410,15 +408,15 @@ def extended(
 
   def of_stage(stacked: Any, x_BRD: Array, given: Any, stage: Int[Array, ""] | int) -> tuple:
     (stack, arrays), (rows, lengths_B) = stacked, given
-    cache = of_layers(arrays, lengths_B)
+    cache = {**arrays, LENGTHS: lengths_B}
     return _extended(model, nnx.merge(graphdef, stack), x_BRD, rows, cache, stage * count)
 
-  given = (stack, per_layer(cache)), x_BRD, (rows, cache.lengths)
+  given = (stack, per_layer(cache)), x_BRD, (rows, cache[LENGTHS])
   if stages == 1:
     x_BRD, arrays = of_stage(*given, 0)
   else:
     x_BRD, arrays = _relayed(of_stage, *given)
-  return x_BRD, dataclasses.replace(cache, **arrays)
+  return x_BRD, cache | arrays
 
 
 def _extended(
@@ -426,7 +424,7 @@ def _extended(
   layers: nnx.Module,
   x_BRD: Float[Array, "B R D"],
   rows: Rows,
-  cache: Cache | LatentCache,
+  cache: Cache,
   first: Int[Array, ""] | int,
 ) -> tuple[Float[Array, "B R D"], dict[str, jax.Array]]:
   """Returns the residual after stacked layers, of which `first` is the first, and their cache."""

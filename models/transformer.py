@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 
 from models import activations, layer_stack, load_balance, losses
 from models.attention import CACHE as CACHE
-from models.attention import Cache, LatentCache, soft_cap
+from models.attention import LENGTHS, Cache, soft_cap
 from models.layer_stack import STACKS, Block, attention_class, order_of, stacked
 from models.layers import MLPS, NORMS, POSITION_EMBEDDINGS, Embedding, Linear
 from models.load_balance import COUNTS
@@ -37,7 +37,6 @@ from models.spec import (
   RESIDUAL,
   DecoderSpec,
   expanded,
-  is_latent,
   under,
 )
 from partitioning.constraints import axes_splitting, constrain
@@ -371,8 +370,8 @@ class Transformer(nnx.Module):
     return layer_stack.blocks(self, x_BRD, rows, key, first)
 
   def extend(
-    self, tokens_BT: Int[Array, "B T"], counts_B: Int[Array, " B"], cache: Cache | LatentCache
-  ) -> tuple[Float[Array, "B V"], Cache | LatentCache]:
+    self, tokens_BT: Int[Array, "B T"], counts_B: Int[Array, " B"], cache: Cache
+  ) -> tuple[Float[Array, "B V"], Cache]:
     """Reads tokens that follow those in the cache, of the same document, without dropout.
 
     Args:
@@ -384,14 +383,14 @@ class Transformer(nnx.Module):
       The logits, as `__call__` gives them, of each row's last token; the cache with the tokens.
     """
     slots_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
-    slots_BT = cache.lengths[:, None] + slots_BT
+    slots_BT = cache[LENGTHS][:, None] + slots_BT
     rows = Rows(slots_BT, slots_BT, self.layer_pattern.rope_tables(slots_BT))
 
     x_BRD, cache = layer_stack.extended(self, self._embedded(tokens_BT, rows), rows, cache)
     last_B11 = (counts_B - 1)[:, None, None]
     last_B1D = constrain(jnp.take_along_axis(x_BRD, last_B11, axis=1), "BRD")
-    cache = dataclasses.replace(cache, lengths=constrain(cache.lengths + counts_B, "B"))
-    return self.head(last_B1D)[:, 0], cache
+    lengths_B = constrain(cache[LENGTHS] + counts_B, "B")
+    return self.head(last_B1D)[:, 0], {**cache, LENGTHS: lengths_B}
 
   def _embedded(self, tokens_BT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B R D"]:
     x_BRD = self.embed(tokens_BT)
@@ -427,7 +426,7 @@ class Transformer(nnx.Module):
     return jnp.where(real_V[None, None], logits_BTV, least)
 
 
-def empty_cache(spec: TransformerSpec, rows: int, slots: int) -> Cache | LatentCache:
+def empty_cache(spec: TransformerSpec, rows: int, slots: int) -> Cache:
   """Returns an empty cache.
 
   Args:
@@ -435,13 +434,14 @@ def empty_cache(spec: TransformerSpec, rows: int, slots: int) -> Cache | LatentC
     rows: B.
     slots: S, the most tokens that a row can have.
   """
-  shape, dtype = (spec.layers, rows, slots), spec.compute_dtype
-  lengths = jnp.zeros((rows,), jnp.int32)
-  if is_latent(spec):
-    sizes = spec.latent_size, spec.rotary_size
-    return LatentCache(*(jnp.zeros((*shape, size), dtype) for size in sizes), lengths)
-  shape = (*shape, spec.kv_heads, spec.head_size)
-  return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), lengths)
+  given = {"L": spec.layers, "B": rows, "S": slots}
+
+  def empty(letters: str) -> jax.Array:
+    shape = (given[x] if x in given else spec.legend[x].size for x in letters)
+    return jnp.zeros((*shape,), spec.compute_dtype)
+
+  arrays = {name: empty(CACHE[name]) for name in attention_class(spec).cached}
+  return {**arrays, LENGTHS: jnp.zeros((rows,), jnp.int32)}
 
 
 SPEC, build = TransformerSpec, Transformer

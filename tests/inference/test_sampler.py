@@ -219,7 +219,7 @@ def test_the_cache_is_sharded_like_the_model(strategy):
   for _ in range(2):  # after prefill and after decode
     rules.check_placed(cache, made.placements, job.mesh, "cache/")
     for name in ("keys", "values"):
-      shard = getattr(cache, name).addressable_shards[0].data
+      shard = cache[name].addressable_shards[0].data
       assert shard.shape == SHARDS[strategy]
       assert shard.nbytes == rules.bytes_per_device(
         made.placements[f"cache/{name}"], job.devices.sizes
@@ -288,8 +288,9 @@ def test_other_types(monkeypatch, parameters, compute):
       after = jax.eval_shape(made._read, params, read[0], counts_B, read[1], settings)
   assert after == read
   drawn_B1, cache = read
-  assert drawn_B1.dtype == cache.lengths.dtype == jnp.int32
-  assert cache.keys.dtype == cache.values.dtype == made.placements["cache/keys"].dtype == compute
+  assert drawn_B1.dtype == cache["lengths"].dtype == jnp.int32
+  assert cache["keys"].dtype == cache["values"].dtype == compute
+  assert made.placements["cache/keys"].dtype == compute
 
 
 # ---- The draws ----

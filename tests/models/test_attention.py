@@ -147,11 +147,11 @@ def test_only_complete_rows_are_computed_in_blocks(mesh, blocks, monkeypatch):
 def test_each_row_remembers_behind_its_own_length(strategy):
   job = make_job(strategy, "lm")  # K = 4, H = 6
   lengths, new, past = np.array([0, 3, 5, 1], np.int32), normal(4, 2, 4, 6), normal(4, 7, 4, 6)
-  layer = attention.Cache(past, past + 1, lengths)
+  layer = {"keys": past, "values": past + 1, "lengths": lengths}
   with job.tracing():
-    found = jax.jit(attention.update_cache)(layer, new, new * 2)
-  np.testing.assert_array_equal(found.lengths, lengths)
-  for keys, old, fresh in ((found.keys, past, new), (found.values, past + 1, new * 2)):
+    found = jax.jit(attention.update_cache)(layer, keys=new, values=new * 2)
+  np.testing.assert_array_equal(found["lengths"], lengths)
+  for keys, old, fresh in ((found["keys"], past, new), (found["values"], past + 1, new * 2)):
     wanted = old.copy()
     for b, length in enumerate(lengths):
       wanted[b, length : length + 2] = fresh[b]
@@ -161,17 +161,16 @@ def test_each_row_remembers_behind_its_own_length(strategy):
 def test_the_layers_of_a_cache_are_read_and_replaced_apart():
   job = make_job("single", "lm")
   cache = transformer.empty_cache(model_spec(job.config), rows=3, slots=5)
-  assert cache.keys.shape == cache.values.shape == (2, 3, 5, 4, 6)
-  assert cache.keys.dtype == job.config.training.compute_dtype
+  assert cache["keys"].shape == cache["values"].shape == (2, 3, 5, 4, 6)
+  assert cache["keys"].dtype == job.config.training.compute_dtype
 
   def replace(cache, layer):
     one = attention.cache_layer(cache, layer)
-    return attention.set_cache_layer(
-      cache, layer, attention.Cache(one.keys + 1, one.values + 2, None)
-    )
+    new = {"keys": one["keys"] + 1, "values": one["values"] + 2}
+    return attention.set_cache_layer(cache, layer, new)
 
   with job.tracing():
     found = jax.jit(replace)(cache, jnp.int32(1))
-  assert np.all(np.asarray(found.keys[0]) == 0)
-  assert np.all(np.asarray(found.keys[1]) == 1)
-  assert np.all(np.asarray(found.values[1]) == 2)
+  assert np.all(np.asarray(found["keys"][0]) == 0)
+  assert np.all(np.asarray(found["keys"][1]) == 1)
+  assert np.all(np.asarray(found["values"][1]) == 2)

@@ -143,7 +143,7 @@ def test_scores_of_latent_vectors_are_scaled_by_the_scale():
   def attend(q, k, v):
     slots_BT = jnp.tile(jnp.arange(T, dtype=jnp.int32)[None], (B, 1))
     latents = jnp.concatenate([k[:, :, 0], v[:, :, 0, :1]], axis=-1)
-    cache = attention.LatentCache(latents, k[:, :, 0, :0], None)
+    cache = {"latents": latents, "rotary_keys": k[:, :, 0, :0]}
     return latent_attention.LatentAttention._absorbed(own, q, None, slots_BT, cache)
 
   sizes = {"model.heads": N, "model.kv_heads": N, "data.global_batch_size": B}

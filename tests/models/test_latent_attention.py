@@ -175,7 +175,7 @@ def test_with_experts_it_is_read_in_pieces():
 def test_the_cache_has_latent_vectors_and_rotary_keys_alone():
   job = make_job("single", "lm", **LATENTS)
   cache = jax.eval_shape(lambda: transformer.empty_cache(model_spec(job.config), rows=3, slots=5))
-  arrays = {name: x for name, x in vars(cache).items() if name != "lengths"}
+  arrays = {name: x for name, x in cache.items() if name != "lengths"}
   model = job.config.model
   numbers = model.layers * (model.latent_size + model.rotary_size)
   assert sum(x.size for x in arrays.values()) == 3 * 5 * numbers
