@@ -288,33 +288,21 @@ class Attend:
       sinks_N: as in `causal_attention`.
       cached: whether keys and values are a cache's.
     """
-    if rows.ring:
-      output_BTNU = self._around_the_ring(q_BTNH, k_BSKH, v_BSKU, layer, rows, sinks_N)
-    else:
+    if not rows.ring:
       output_BTNU = self._gathered(q_BTNH, k_BSKH, v_BSKU, layer, rows, sinks_N, cached=cached)
-    return constrain(output_BTNU, QUERIES[:-1] + self.value_head)
-
-  def _around_the_ring(
-    self,
-    q_BTNH: Array,
-    k_BTKH: Array,
-    v_BTKU: Array,
-    layer: Layer,
-    rows: Rows,
-    sinks_N: Array | None,
-  ) -> Float[Array, "B T N U"]:
+      return constrain(output_BTNU, QUERIES[:-1] + self.value_head)
     from partitioning.parallel.ring_attention import ring_attention
 
     values = KEYS[:-1] + self.value_head
-    k_BTKH, v_BTKU = constrain(k_BTKH, KEYS), constrain(v_BTKU, values)
-    return ring_attention(
-      *(q_BTNH, k_BTKH, v_BTKU, rows.segments_BT),
+    output_BTNU = ring_attention(
+      *(q_BTNH, constrain(k_BSKH, KEYS), constrain(v_BSKU, values), rows.segments_BT),
       layer.kind if self.kernel == "splash" else layer.window,
       blocks=self._blocks(q_BTNH),
       letters=(QUERIES, KEYS, values),
       sinks_N=sinks_N,
       name=ATTENTION_OUTPUT,
     )
+    return constrain(output_BTNU, QUERIES[:-1] + self.value_head)
 
   def _gathered(
     self,

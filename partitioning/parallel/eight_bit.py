@@ -154,10 +154,40 @@ _FORMATS = {
 }
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Products:
-  """The products of an activation with some kernels, in 8 bits."""
+  """The products of an activation with some kernels, in 8 bits.
 
-  def __init__(self, dtype: str, x: str, stored_x: str, outputs: Sequence[str]):
+  Attributes:
+    by_token: whether tokens and outputs have scales of their own (int8), or an array has one.
+    formats: of operands in the forward pass, and of gradients.
+    contracted: the number of dims.
+    over_x: the axes that split what shares a scale of the activation.
+    over_outputs: likewise of the gradient of each product.
+    copies: of each product, on devices along other axes.
+    manual: whether this is inside a manual region; from here on, of a call.
+    ways: the kernels without their arrays.
+    delayed: whether scales are those of earlier steps.
+    gathered: the axes along which the sequence is gathered before the products.
+    scattered: those along which sums are reduce-scattered after it, in a ring.
+    ring: whether the gather is a ring too.
+  """
+
+  by_token: bool
+  formats: tuple[type, type]
+  contracted: int
+  over_x: Axes
+  over_outputs: Sequence[Axes]
+  copies: Sequence[int]
+  manual: bool = False
+  ways: Sequence[Stored] = ()
+  delayed: bool = False
+  gathered: Axes = ()
+  scattered: Axes = ()
+  ring: bool = False
+
+  @classmethod
+  def of(cls, dtype: str, x: str, stored_x: str, outputs: Sequence[str]) -> "Products":
     """Takes letters. Not inside a manual region, where no axis is left to split them.
 
     Args:
@@ -166,17 +196,20 @@ class Products:
       stored_x: of the activation as it is given.
       outputs: of each product: batch, sequence, then the kernel's other dims.
     """
-    self.by_token, self.formats = dtype == INT8, _FORMATS[dtype]
-    self.contracted = len(x) - TOKENS
-    contracted = _split(x[TOKENS:])
-    self.over_x = contracted if self.by_token else _split(stored_x)
-    skipped = TOKENS if self.by_token else 0
-    self.over_outputs = [_split(letters[skipped:]) for letters in outputs]
+    by_token, contracted = dtype == INT8, _split(x[TOKENS:])
+    skipped = TOKENS if by_token else 0
     # `jax.shard_map` divides the gradient of a result by the number of its copies, see
     # `collectives.total`, which multiplies it back.
     sizes = automatic_layout()[1]
     left = ({*sizes} - manual_axes() - {*contracted, *_split(letters)} for letters in outputs)
-    self.copies = [math.prod(sizes[axis] for axis in axes) for axes in left]
+    return cls(
+      by_token,
+      _FORMATS[dtype],
+      len(x) - TOKENS,
+      over_x=contracted if by_token else _split(stored_x),
+      over_outputs=[_split(letters[skipped:]) for letters in outputs],
+      copies=[math.prod(sizes[axis] for axis in axes) for axes in left],
+    )
 
   def __call__(
     self,
@@ -201,48 +234,26 @@ class Products:
       ring: whether the gather is a ring too, see `collective_matmul`.
     """
     ways = [dataclasses.replace(kernel, shard=None) for kernel in kernels]
-    moves = _Moves(gathered, scattered, ring)
-    calculation = _Calculation(self, manual, ways, moves, bool(known))
-    products = jax.custom_vjp(calculation.products)
-    products.defvjp(calculation.forward, calculation.backward)
+    call = {"gathered": gathered, "scattered": scattered, "ring": ring}
+    call = dataclasses.replace(self, manual=manual, ways=ways, delayed=bool(known), **call)
+    products = jax.custom_vjp(lambda *given: call.forward(*given)[0])
+    products.defvjp(call.forward, call.backward)
     return products(x, [kernel.shard for kernel in kernels], list(known))
 
   def shared(self, ndim: int, kept: int) -> range:
     """Returns the dims of an array whose numbers share a scale; `kept` dims stand before them."""
     return range(kept if self.by_token else 0, ndim)
 
-
-class _Moves(NamedTuple):
-  """How the sequence is gathered before products, or their sums scattered after it."""
-
-  gathered: Axes
-  scattered: Axes
-  ring: bool
-
-
-class _Calculation:
-  """Both passes of `Products`, for `jax.custom_vjp`."""
-
-  def __init__(
-    self, letters: Products, manual: bool, ways: Sequence[Stored], moves: _Moves, delayed: bool
-  ):
-    self._letters, self._manual, self._ways, self._delayed = letters, manual, ways, delayed
-    self._moves = moves
-
-  def products(self, x: jax.Array, shards: list, known: list) -> list[jax.Array]:
-    """Returns the products."""
-    return self.forward(x, shards, known)[0]
-
   def forward(self, x: jax.Array, shards: list, known: list) -> tuple[list[jax.Array], tuple]:
     """Returns the products, and what the backward pass needs."""
-    letters, moves, to = self._letters, self._moves, self._letters.formats[0]
-    shared = letters.shared(x.ndim, TOKENS)
-    inputs = rounded_to_8_bits(x, shared, letters.over_x if self._manual else (), to, known[:1])
-    if moves.gathered and not moves.ring:
-      inputs = gathered_in_8_bits(inputs, [(SEQUENCE_DIM, moves.gathered)], shared)
+    to = self.formats[0]
+    shared = self.shared(x.ndim, TOKENS)
+    inputs = rounded_to_8_bits(x, shared, self.over_x if self.manual else (), to, known[:1])
+    if self.gathered and not self.ring:
+      inputs = gathered_in_8_bits(inputs, [(SEQUENCE_DIM, self.gathered)], shared)
     weights = []
-    for number, (shard, way) in enumerate(zip(shards, self._ways, strict=True)):
-      shared = letters.shared(shard.ndim, shard.ndim - letters.contracted)
+    for number, (shard, way) in enumerate(zip(shards, self.ways, strict=True)):
+      shared = self.shared(shard.ndim, shard.ndim - self.contracted)
       over = tuple(axis for dim in shared for axis in way.axes[dim])
       weight = rounded_to_8_bits(shard, shared, over, to, known[MAGNITUDES * number + 1 :][:1])
       weight = gathered_in_8_bits(weight, way.moves, shared)
@@ -252,23 +263,23 @@ class _Calculation:
       return self._of_inputs(self._rebuilt(part, inputs), weights, x.dtype)
 
     own = self._parts(inputs)
-    if moves.scattered:
-      results = [collective_matmul.add_around(moves.scattered, own, lambda part: of(part)[0])]
-    elif moves.gathered and moves.ring:
-      found = collective_matmul.pass_around(moves.gathered, own, lambda part: (*part, *of(part)))
+    if self.scattered:
+      results = [collective_matmul.add_around(self.scattered, own, lambda part: of(part)[0])]
+    elif self.gathered and self.ring:
+      found = collective_matmul.pass_around(self.gathered, own, lambda part: (*part, *of(part)))
       inputs, results = self._rebuilt(found, inputs), list(found[len(own) :])
     else:
       results = of(own)
-    seen = (x, shards, known) if self._delayed else (None, None, known)
+    seen = (x, shards, known) if self.delayed else (None, None, known)
     return results, (inputs, weights, seen)
 
   def backward(self, saved: tuple, gradients: list[jax.Array]) -> tuple[jax.Array, list, list]:
     """Returns the gradients of the activation and of each shard, and the magnitudes seen."""
     inputs, weights, (x, shards, known) = saved
-    moves, dtype = self._moves, gradients[0].dtype
+    dtype = gradients[0].dtype
     before = [known[MAGNITUDES * number + 2 :][:1] for number in range(len(weights))]
     given = list(zip(range(len(weights)), weights, gradients, before, strict=True))
-    if moves.scattered:
+    if self.scattered:
       of_x, whole, rounded = self._around(*given[0])
       of_kernels = [self._of_kernel(0, inputs, weights[0], whole, rounded)]
     else:
@@ -280,10 +291,10 @@ class _Calculation:
       ]
     of_shards, seen = [], []
     for number, of_kernel in enumerate(of_kernels):
-      for dim, axes in reversed(self._ways[number].moves):
+      for dim, axes in reversed(self.ways[number].moves):
         of_kernel = collectives.reduce_scatter(of_kernel, axes, dim)
       of_shards.append(of_kernel)
-      if self._delayed:
+      if self.delayed:
         wide = gradients[number].astype(scale_dtype(gradients[number]))
         seen += self._seen(x, shards[number], wide * self._copies(number), known[0].dtype)
     return of_x, of_shards, seen
@@ -291,18 +302,18 @@ class _Calculation:
   def _parts(self, one: Rounded) -> tuple[jax.Array, ...]:
     """Returns what goes around a ring of an activation: integers, see `gathered`, and scales."""
     bits = jax.lax.bitcast_convert_type(one.values, jnp.int8)
-    return (bits, one.scale) if self._letters.by_token else (bits,)
+    return (bits, one.scale) if self.by_token else (bits,)
 
   def _rebuilt(self, parts: Sequence[jax.Array], like: Rounded) -> Rounded:
     """Returns the numbers of some tokens from their parts, with the scale that all share if any."""
-    scale = parts[1] if self._letters.by_token else like.scale
+    scale = parts[1] if self.by_token else like.scale
     return Rounded(jax.lax.bitcast_convert_type(parts[0], like.values.dtype), scale)
 
   def _of_inputs(
     self, inputs: Rounded, weights: Sequence[Rounded], dtype: jnp.dtype
   ) -> list[jax.Array]:
     """Returns the products of some tokens."""
-    contracted, results = self._letters.contracted, []
+    contracted, results = self.contracted, []
     for weight in weights:
       last = [range(one.values.ndim - contracted, one.values.ndim) for one in (inputs, weight)]
       product = contracted_in_8_bits(inputs.values, weight.values, last, inputs.scale.dtype)
@@ -313,27 +324,26 @@ class _Calculation:
     return results
 
   def _copies(self, number: int) -> int:
-    return self._letters.copies[number] if self._manual else 1
+    return self.copies[number] if self.manual else 1
 
   def _rounded_gradient(
     self, number: int, weight: Rounded, gradient: jax.Array, before: list, also: Axes = ()
   ) -> Rounded:
     """Returns a product's gradient in 8 bits; `also` split it, besides the axes of its outputs."""
-    letters = self._letters
-    over = letters.over_outputs[number] if self._manual else ()
+    over = self.over_outputs[number] if self.manual else ()
     given = gradient.astype(scale_dtype(gradient))
-    if letters.by_token:
-      given = given * scale_of_outputs(weight.scale, letters.contracted)
+    if self.by_token:
+      given = given * scale_of_outputs(weight.scale, self.contracted)
     before = [one / self._copies(number) for one in before]
-    shared = letters.shared(given.ndim, TOKENS)
-    return rounded_to_8_bits(given, shared, (*over, *also), letters.formats[1], before)
+    shared = self.shared(given.ndim, TOKENS)
+    return rounded_to_8_bits(given, shared, (*over, *also), self.formats[1], before)
 
   def _of_all_x(
     self, rounded: Sequence[Rounded], weights: Sequence[Rounded], dtype: jnp.dtype
   ) -> jax.Array:
     """Returns dX of all products, reduce-scattered along the axes of the gather."""
-    axes = self._moves.gathered
-    if not (axes and self._moves.ring):
+    axes = self.gathered
+    if not (axes and self.ring):
       of_x = self._of_x(rounded, weights).astype(dtype)
       return collectives.reduce_scatter(of_x, axes, SEQUENCE_DIM) if axes else of_x
     parts = [self._parts(one) for one in rounded]
@@ -349,8 +359,8 @@ class _Calculation:
     self, number: int, weight: Rounded, gradient: jax.Array, before: list
   ) -> tuple[jax.Array, jax.Array, Rounded | None]:
     """Returns dX, and the gradient of all tokens: as it is if that is what dW takes, or rounded."""
-    axes = self._moves.scattered
-    if self._letters.by_token:
+    axes = self.scattered
+    if self.by_token:
 
       def arrived(part: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
         rounded = self._rounded_gradient(number, weight, *part, before)
@@ -373,7 +383,7 @@ class _Calculation:
       outputs, wide = range(TOKENS, one.values.ndim), one.scale.dtype
       part = contracted_in_8_bits(one.values, weight.values, (outputs, range(len(outputs))), wide)
       part = part * scale_of_tokens(one.scale, part.ndim)
-      of_x = (part if self._letters.by_token else part * weight.scale.reshape(())) + of_x
+      of_x = (part if self.by_token else part * weight.scale.reshape(())) + of_x
     return of_x
 
   def _of_kernel(
@@ -393,8 +403,8 @@ class _Calculation:
       gradient: of the product, of all tokens; read where scales are those of tokens.
       rounded: the same in 8 bits, read otherwise.
     """
-    to, tokens = self._ways[number].gradient_dtype, [range(TOKENS)] * 2
-    if self._letters.by_token:
+    to, tokens = self.ways[number].gradient_dtype, [range(TOKENS)] * 2
+    if self.by_token:
       dequantized = (inputs.values.astype(inputs.scale.dtype) * inputs.scale).astype(gradient.dtype)
       return contracted_in_8_bits(gradient, dequantized, tokens, to, precise=True)
     of_kernel = contracted_in_8_bits(rounded.values, inputs.values, tokens, rounded.scale.dtype)
@@ -405,7 +415,7 @@ class _Calculation:
   ) -> list[jax.Array]:
     """Returns the magnitudes of this step as cotangents, which the other devices add zeros to."""
     seen = jnp.stack([jnp.max(jnp.abs(array)).astype(dtype) for array in (x, shard, gradient)])
-    if self._manual:
+    if self.manual:
       axes = tuple(sorted(manual_axes()))
       seen = largest_over(seen, axes)
       first = jax.lax.axis_index(axes) == 0

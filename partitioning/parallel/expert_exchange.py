@@ -246,8 +246,7 @@ class Groups(NamedTuple):
   expert_X: Int[Array, " X"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Assignments:
+class Assignments(NamedTuple):
   """Assignments of tokens to experts, in order of the experts.
 
   Attributes:
@@ -383,7 +382,6 @@ class Exchange:
     compute: multiplies rows by the kernels of their experts.
     way: one of `WAYS`.
     largest_tile: of rows, a power of two.
-    filler: what is in rows of a buffer that no token needs; for tests.
   """
 
   name: str
@@ -394,7 +392,6 @@ class Exchange:
   compute: Experts
   way: str
   largest_tile: int
-  filler: float = 0.0
 
   def how(self, rows: int) -> Way:
     """Returns how so many rows are multiplied."""
@@ -441,7 +438,7 @@ def exchanged(
     return Exchanged(tokens_nD, jnp.float32(1), relative)
   size = exchange.buffer(*experts_nk.shape)
   rounds = (fullest + size - 1) // size
-  plan = _plan(exchange, order, counts_PE, rounds)
+  plan = _Plan(order, counts_PE, _all_to_all(exchange, counts_PE), rounds)
   tokens_nD = _in_rounds(exchange, x_nD, gates_nk, plan, weights)
   return Exchanged(tokens_nD, rounds.astype(jnp.float32), relative)
 
@@ -486,27 +483,15 @@ class _Plan(NamedTuple):
 
   Attributes:
     order: of the device's assignments.
-    first_P: of those to each device, the place of the first in the order.
-    counts_P: their number.
+    counts_PE: of them, those to each expert of each device.
     given_PE: assignments that each device sends to each of this one's experts.
     rounds: int32.
   """
 
   order: Assignments
-  first_P: Int[Array, " P"]
-  counts_P: Int[Array, " P"]
+  counts_PE: Int[Array, "P E"]
   given_PE: Int[Array, "P E"]
   rounds: Int[Array, ""]
-
-
-jax.tree_util.register_dataclass(Assignments)
-
-
-def _plan(exchange: Exchange, order: Assignments, counts_PE, rounds) -> _Plan:
-  given_PE = _all_to_all(exchange, counts_PE)
-  first_P = order.starts_E1[: -1 : exchange.experts]
-  counts_P = jnp.sum(counts_PE, axis=1, dtype=jnp.int32)
-  return _Plan(order, first_P, counts_P, given_PE, rounds)
 
 
 def _all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
@@ -569,14 +554,17 @@ class _Round:
     size = exchange.buffer(n, k)
     slot_C = jnp.arange(size, dtype=jnp.int32)
     start = (number * size).astype(jnp.int32)
+    # Of the assignments to each device, the place of the first, and their number.
+    first_P = plan.order.starts_E1[: -1 : exchange.experts]
+    counts_P = jnp.sum(plan.counts_PE, axis=1, dtype=jnp.int32)
     # Sent: slot c is for assignment `start + c` among those to a device.
-    place_PC = plan.first_P[:, None] + (start + slot_C)[None]
-    there = ((start + slot_C)[None] < plan.counts_P[:, None]).reshape(-1)
+    place_PC = first_P[:, None] + (start + slot_C)[None]
+    there = ((start + slot_C)[None] < counts_P[:, None]).reshape(-1)
     assignment = plan.order.order_A[jnp.where(there, place_PC.reshape(-1), 0)]
     self._assignments, self._tokens = Places(assignment, there), Places(assignment // k, there)
     # Back: of each assignment, the device and the slot.
-    device_A = group_of(jnp.cumsum(plan.counts_P, dtype=jnp.int32), plan.order.inverse_A)
-    slot_A = plan.order.inverse_A - plan.first_P[device_A] - start
+    device_A = group_of(jnp.cumsum(counts_P, dtype=jnp.int32), plan.order.inverse_A)
+    slot_A = plan.order.inverse_A - first_P[device_A] - start
     here_A = (slot_A >= 0) & (slot_A < size)
     places_A = Places(device_A * size + slot_A, here_A)
     self._places_nk = jax.tree.map(lambda x: x.reshape(n, k), places_A)
@@ -586,23 +574,20 @@ class _Round:
 
   def out(self, x_nD):
     """Sends tokens to the devices of their experts."""
-    return self.back(self._filled(taken(x_nD, self._tokens)))
+    return self._sent(x_nD, self._tokens)
 
   def out_each(self, gates_nk):
     """Sends what each assignment has of its own."""
-    return self.back(self._filled(taken(gates_nk.reshape(-1), self._assignments)))
+    return self._sent(gates_nk.reshape(-1), self._assignments)
+
+  def _sent(self, x, places: Places):
+    return self.back(taken(x, places))
 
   def back(self, rows):
     """Sends slots of the buffers to the other device; the same there and back."""
     shape = rows.shape
     buffers = rows.reshape(self._exchange.devices, -1, *shape[1:])
     return _all_to_all(self._exchange, buffers).reshape(shape)
-
-  def _filled(self, rows):
-    if self._exchange.filler == 0.0:
-      return rows
-    there = self._tokens.there.reshape(-1, *(1,) * (rows.ndim - 1))
-    return jnp.where(there, rows, jnp.asarray(self._exchange.filler, rows.dtype))
 
   def weighted(self, rows, gates, weights):
     """Returns gate times the expert's result, of received rows and in their order."""

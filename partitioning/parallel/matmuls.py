@@ -346,7 +346,7 @@ class _Products:
     if eight_bit[0] is not None:
       from partitioning.parallel.eight_bit import Products  # where it is chosen
 
-      self.in_8_bits = Products(eight_bit[0].dtype, letters[1], letters[0], outputs)
+      self.in_8_bits = Products.of(eight_bit[0].dtype, letters[1], letters[0], outputs)
       known = [Operand("", one) for weight in eight_bit for one in weight.known]
     found = [weight.low_rank() for weight in weights]
     self.updates = [(number, one) for number, one in enumerate(found) if one is not None]

@@ -141,13 +141,13 @@ def test_many_rounds_give_the_same(inputs, on_one_device):
 
 
 def drop_a_round(monkeypatch):
-  plan = expert_exchange._plan
+  plan = expert_exchange._Plan
 
   def dropped(*arguments):
     found = plan(*arguments)
     return found._replace(rounds=found.rounds - 1)
 
-  monkeypatch.setattr(expert_exchange, "_plan", dropped)
+  monkeypatch.setattr(expert_exchange, "_Plan", dropped)
 
 
 def apply_gates_twice(monkeypatch):

@@ -236,12 +236,12 @@ def test_rings_pass_8_bit_numbers_around(dtype, names):
 
 
 def test_a_scale_that_stays_behind_in_a_ring_is_caught(monkeypatch):
-  rebuilt = eight_bit._Calculation._rebuilt
+  rebuilt = eight_bit.Products._rebuilt
 
   def with_the_first(self, parts, like):
     return rebuilt(self, (parts[0], jnp.broadcast_to(like.scale[:1, :1], parts[1].shape)), like)
 
-  monkeypatch.setattr(eight_bit._Calculation, "_rebuilt", with_the_first)
+  monkeypatch.setattr(eight_bit.Products, "_rebuilt", with_the_first)
   given = inputs("DF")
   results, *_ = on({**MESHES["fsdp2_tensor4"], **COLLECTIVE_MATMUL}, "int8", *given)
   with pytest.raises(AssertionError):
@@ -250,9 +250,9 @@ def test_a_scale_that_stays_behind_in_a_ring_is_caught(monkeypatch):
 
 def test_a_scale_of_one_device_s_gradients_is_caught(monkeypatch):
   # float8: the gradient of a row's products is rounded before it goes around.
-  original = eight_bit._Calculation._rounded_gradient
+  original = eight_bit.Products._rounded_gradient
   monkeypatch.setattr(
-    eight_bit._Calculation,
+    eight_bit.Products,
     "_rounded_gradient",
     lambda self, *given, also=(): original(self, *given),
   )
