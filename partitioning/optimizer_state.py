@@ -17,6 +17,7 @@ from flax import traverse_util
 from jax.sharding import PartitionSpec
 
 from partitioning.rules import (
+  Axes,
   Failure,
   Legend,
   Overrides,
@@ -51,6 +52,17 @@ class Square:
   rows: tuple[int, ...]
   columns: tuple[int, ...]
   side: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+  """How a statistic has a number for each block of its parameter: the shape of the blocks."""
+
+  shape: tuple[int, ...]
+
+  def __str__(self) -> str:
+    """Returns `1 x 6 x 5`."""
+    return " x ".join(map(str, self.shape))
 
 
 def owners(paths: Iterable[Path], parameters: Iterable[Path]) -> dict[Path, Path | None]:
@@ -242,14 +254,9 @@ def place_optimizer(
     elif rule := _replication_rule(leaf, owner):
       placement = Placement(name, leaf.shape, leaf.dtype, "", rule, PartitionSpec())
     elif owner and (block := block_shape(path, leaf, leaves, owner.shape)):
-      placement, wrong = _place_scales(name, leaf, owner, block, tables)
+      placement, wrong = _place_leaf(name, leaf, owner, Block(block), tables)
     else:
-      found = [
-        (_place_square if isinstance(way, Square) else _place_statistic)(
-          name, leaf, owner, way, tables
-        )
-        for way in ways
-      ]
+      found = [_place_leaf(name, leaf, owner, way, tables) for way in ways]
       if len({placed.spec for placed, _ in found}) > 1 and init is not None:
         if trial is None:
           arrays = {
@@ -289,92 +296,69 @@ def _replication_rule(leaf: Any, owner: Placement | None) -> str:
   return ""
 
 
-def _place_statistic(
-  name: str,
-  leaf: Any,
-  owner: Placement,
-  kept: Sequence[int],
-  tables: _Tables,
+def _place_leaf(
+  name: str, leaf: Any, owner: Placement, way: Kept | Square | Block, tables: _Tables
 ) -> tuple[Placement, tuple[Failure, ...]]:
-  """Places a leaf that has these dims of its parameter."""
-  if len(owner.letters) != len(owner.shape):  # the parameter's own failure, already reported
-    return dataclasses.replace(owner, name=name, shape=leaf.shape, dtype=leaf.dtype), ()
-  letters = "".join(owner.letters[i] for i in kept)
-  gone = "".join(letter for i, letter in enumerate(owner.letters) if i not in kept)
-  rule = f"as {owner.name}" + (f" without {gone}" if gone else "")
-  notes: tuple[str, ...] = ()
-  wrong: tuple[Failure, ...] = ()
+  """Places a leaf that follows from its parameter in this way; see `place_optimizer`."""
+  rank, given = len(owner.shape), {"name": name, "shape": leaf.shape, "dtype": leaf.dtype}
+  if len(owner.letters) != rank:  # the parameter's own failure, already reported
+    return dataclasses.replace(owner, **given), ()
+  dims = way if isinstance(way, tuple) else tuple(range(rank))
   if owner.rule == "override":
-    entries = spec_entries(owner.spec, len(owner.shape))
-    entries = [entries[i] for i in kept]
+    entries, notes, wrong = spec_entries(owner.spec, rank), (), ()
+    axes = {dim: entries[dim] for dim in dims}
   else:
-    found = resolve(letters, tuple(owner.shape[i] for i in kept), *tables)
-    entries, notes, wrong = spec_entries(found.spec, len(kept)), found.notes, found.failures
-  if len(leaf.shape) == len(owner.shape):  # the others are of size 1
-    axes = dict(zip(kept, entries, strict=True))
-    entries = [axes.get(i, ()) for i in range(len(owner.shape))]
-    letters = "" if gone else letters
-  spec = partition_spec(entries)
-  return Placement(name, leaf.shape, leaf.dtype, letters, rule, spec, notes), wrong
+    letters = "".join(owner.letters[dim] for dim in dims)
+    found = resolve(letters, tuple(owner.shape[dim] for dim in dims), *tables)
+    axes = dict(zip(dims, spec_entries(found.spec, len(dims)), strict=True))
+    notes, wrong = found.notes, found.failures
+  if isinstance(way, Square):
+    split, letters, rule, more = _of_square(leaf, owner, way, axes, tables.sizes)
+    notes = (*notes, *more)
+  elif isinstance(way, Block):
+    split, letters, rule = [*axes.values()], "", f"as {owner.name} in blocks of {way}"
+    # The failures of the codes are not repeated.
+    wrong = () if wrong else _cut_blocks(leaf, owner, way, axes, tables.sizes)
+  else:
+    gone = "".join(letter for dim, letter in enumerate(owner.letters) if dim not in dims)
+    rule = f"as {owner.name}" + (f" without {gone}" if gone else "")
+    whole = len(leaf.shape) == rank  # the others are of size 1
+    split = [axes.get(dim, ()) for dim in range(rank)] if whole else [*axes.values()]
+    letters = "" if whole and gone else "".join(owner.letters[dim] for dim in dims)
+  spec = partition_spec(split)
+  return Placement(**given, letters=letters, rule=rule, spec=spec, notes=notes), wrong
 
 
-def _place_square(
-  name: str,
-  leaf: Any,
-  owner: Placement,
-  square: Square,
-  tables: _Tables,
-) -> tuple[Placement, tuple[Failure, ...]]:
-  """Places squares of the size of one side of a parameter's matrices; see `place_optimizer`."""
-  like = jax.ShapeDtypeStruct(owner.shape, leaf.dtype)
-  whole, wrong = _place_statistic(name, like, owner, range(len(owner.shape)), tables)
-  if len(owner.letters) != len(owner.shape):
-    return dataclasses.replace(whole, shape=leaf.shape), wrong
-  axes, notes = spec_entries(whole.spec, len(owner.shape)), list(whole.notes)
-  entries = [axes[dim] for dim in square.stack]
+def _of_square(
+  leaf: Any, owner: Placement, square: Square, axes: Mapping[int, Axes], sizes: Mapping[str, int]
+) -> tuple[list[Axes], str, str, list[str]]:
+  """Returns axes of each dim, letters, rule and notes of squares of a side of the matrices."""
+  split, notes, size = [axes[dim] for dim in square.stack], [], leaf.shape[-1]
   for dims in (square.rows, square.columns):
-    split, size = tuple(axis for dim in dims for axis in axes[dim]), leaf.shape[-1]
-    if size % axes_size(split, tables.sizes):
-      notes.append(f"{size} is replicated over {' x '.join(split)}, which does not divide it")
-      split = ()
-    entries.append(split)
-  side = "".join(owner.letters[dim] for dim in square.side)
-  stack = "".join(owner.letters[dim] for dim in square.stack)
+    both = tuple(axis for dim in dims for axis in axes[dim])
+    if size % axes_size(both, sizes):
+      notes.append(f"{size} is replicated over {' x '.join(both)}, which does not divide it")
+      both = ()
+    split.append(both)
+  side, stack = ("".join(owner.letters[x] for x in dims) for dims in (square.side, square.stack))
   letters = stack + 2 * side if len(side) == 1 else ""
-  rule, spec = f"squares of {side} of {owner.name}", partition_spec(entries)
-  return Placement(name, leaf.shape, leaf.dtype, letters, rule, spec, tuple(notes)), wrong
+  return split, letters, f"squares of {side} of {owner.name}", notes
 
 
-def _place_scales(
-  name: str,
-  leaf: Any,
-  owner: Placement,
-  block: Sequence[int],
-  tables: _Tables,
-) -> tuple[Placement, tuple[Failure, ...]]:
-  """Places the scales of blocks as the array itself; refuses shards that would cut a block."""
-  whole = jax.ShapeDtypeStruct(owner.shape, leaf.dtype)
-  every = tuple(range(len(owner.shape)))
-  placed, wrong = _place_statistic(name, whole, owner, every, tables)
-  text = " x ".join(map(str, block))
-  placement = dataclasses.replace(
-    placed, shape=leaf.shape, letters="", rule=f"as {owner.name} in blocks of {text}"
-  )
-  if wrong:  # the failures of the codes
-    return placement, ()
-  entries = spec_entries(placed.spec, len(every))
-  sizes = tables.sizes
-  cut = [
+def _cut_blocks(
+  leaf: Any, owner: Placement, block: Block, axes: Mapping[int, Axes], sizes: Mapping[str, int]
+) -> tuple[Failure, ...]:
+  """Returns a failure for each dim whose shards would cut a block."""
+  return tuple(
     Failure(
-      f"shards of {owner.shape[i] // axes_size(axes, sizes)} of dim {owner.letters[i]} = "
-      f"{owner.shape[i]} (mesh axis {' x '.join(f'{axis}={sizes[axis]}' for axis in axes)}) would "
-      f"cut blocks of {block[i]}, whose shape {text} is the same on every mesh; split it over at "
-      f"most {leaf.shape[i]} devices, or set optimizer.state_dtype=bfloat16"
+      f"shards of {owner.shape[i] // axes_size(split, sizes)} of dim {owner.letters[i]} = "
+      f"{owner.shape[i]} (mesh axis {' x '.join(f'{axis}={sizes[axis]}' for axis in split)}) would "
+      f"cut blocks of {block.shape[i]}, whose shape {block} is the same on every mesh; split it "
+      f"over at most {leaf.shape[i]} devices, or set optimizer.state_dtype=bfloat16"
     )
-    for i, axes in enumerate(entries)
-    if leaf.shape[i] % axes_size(axes, sizes)
-  ]
-  return placement, tuple(cut)
+    for i, split in axes.items()
+    if leaf.shape[i] % axes_size(split, sizes)
+  )
 
 
 def _no_dims(name: str, leaf: Any, owner: Placement | None, rules: Sequence[str]) -> Failure:
