@@ -40,8 +40,6 @@ from partitioning.rules import Axes
 # arXiv:2401.04088 (Mixtral), 2405.04434 (DeepSeek-V2, groups), 2412.19437 (DeepSeek-V3, sigmoid
 # and bias), 2508.10925 (gpt-oss). G groups, *X any leading dims.
 
-SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
-GROUP_SCORES = ("max", "top2")
 _EPSILON = 1e-20  # of the sum of sigmoids, as DeepSeek-V3's code has it
 
 
@@ -74,34 +72,6 @@ class Router:
   top_groups: int = 1
   group_score: str = "max"
   bias_corrects: bool = False
-
-  def __post_init__(self):
-    """Raises ValueError with everything that does not go together."""
-    if wrong := problems(self):
-      raise ValueError("; ".join(wrong))
-
-
-def problems(router: Router) -> list[str]:
-  """Returns a line for each number of a router that does not fit the others."""
-  wrong = []
-  for name, known in (("scores", SCORES), ("group_score", GROUP_SCORES)):
-    if (value := getattr(router, name)) not in known:
-      wrong.append(f"{name}={value!r} is not one of {', '.join(known)}")
-  experts, groups, top_groups = router.experts, router.groups, router.top_groups
-  if not 1 <= router.top_k <= experts:
-    wrong.append(f"top_k={router.top_k} is not between 1 and experts={experts}")
-  if groups < 1 or experts % groups:
-    return [*wrong, f"experts={experts} are not divisible into groups={groups}"]
-  if not 1 <= top_groups <= groups:
-    return [*wrong, f"top_groups={top_groups} is not between 1 and groups={groups}"]
-  if groups > 1 and router.group_score == "top2" and experts == groups:
-    wrong.append(f"group_score='top2' needs two experts in each of the groups={groups}")
-  if router.top_k <= experts < router.top_k * groups / top_groups:
-    there = top_groups * experts // groups
-    wrong.append(
-      f"top_k={router.top_k} is more than the {there} experts of top_groups={top_groups}"
-    )
-  return wrong
 
 
 class Routed(NamedTuple):
@@ -435,11 +405,7 @@ class Experts(nnx.Module):
 
 
 def router_of(spec: DecoderSpec) -> Router:
-  """Returns how a model's routers choose.
-
-  Raises:
-    ValueError: its numbers do not go together.
-  """
+  """Returns how a model's routers choose; the checks of the config have seen that they can."""
   return Router(
     experts=spec.experts,
     top_k=spec.experts_per_token,

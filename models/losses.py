@@ -117,6 +117,7 @@ class TokenNumbers:
   ) -> dict[str, jax.Array]:
     """Returns what is known with the logits of classes from `first` on, not finished.
 
+    The chunks come in the order of their classes.
     The online softmax of arXiv:1805.02867: sums are relative to the largest logit so far.
     """
     logits = self.finished(logits, first)
@@ -135,7 +136,7 @@ class TokenNumbers:
   def finish(
     self, found: dict[str, jax.Array], targets: Int[Array, "*X"], axes: Axes
   ) -> tuple[jax.Array, ...]:
-    """Returns the numbers after the last chunk; `axes` split the classes."""
+    """Returns the numbers; `axes` split the classes, each device having seen its own part."""
     own, total, picked = found["largest"], found["total"], found["picked"]
     largest = jax.lax.pmax(own, axes) if axes else own
     if axes:

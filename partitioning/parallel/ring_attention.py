@@ -45,36 +45,27 @@ def ring_size(letter: str) -> int:
   return axes_size(axes_splitting(letter), current_layout("ring attention")[1])
 
 
-def prefer_ring(length: int, count: int, queries: int, keys: int) -> bool:
-  """Returns whether a ring should be faster than all-gathering keys and values.
+def use_ring(kind: str, length: int, count: int, queries: int, keys: int) -> bool:
+  """Returns whether attention runs as a ring; else keys and values are all-gathered.
 
-  In units of the time of an all-gather of keys and values, let r be the time to compute the causal
-  half of the scores. The all-gather does not overlap with compute, which includes the masked half:
-  1 + 2 r. The ring uses one direction of the links and overlaps: max(2, r). So the ring wins from
-  r = 1/2 on: where a device's tokens times the query heads per key/value head reach the FLOPs that
-  it computes per byte sent. It always needs less memory.
+  By default where it should be faster. In units of the time of an all-gather of keys and values,
+  let r be the time to compute the causal half of the scores. The all-gather does not overlap with
+  compute, which includes the masked half: 1 + 2 r. The ring uses one direction of the links and
+  overlaps: max(2, r). So the ring wins from r = 1/2 on: where a device's tokens times the query
+  heads per key/value head reach the FLOPs that it computes per byte sent. It always needs less
+  memory.
 
   Args:
+    kind: `model.context_attention`: ring, gather, or auto.
     length: of the sequence.
     count: of the devices that split it.
     queries: number of query heads.
     keys: number of key/value heads.
   """
+  if kind != "auto":
+    return kind == "ring"
   divisible = length % (2 * count) == 0
   return divisible and length // count * (queries // keys) >= OPERATIONS_PER_BYTE
-
-
-def use_ring(kind: str, length: int, count: int, queries: int, keys: int) -> bool:
-  """Returns whether attention runs as a ring; else keys and values are all-gathered.
-
-  Args:
-    kind: `model.context_attention`: ring, gather, or auto, which follows `prefer_ring`.
-    length: as in `prefer_ring`.
-    count: likewise.
-    queries: likewise.
-    keys: likewise.
-  """
-  return kind == "ring" or (kind == "auto" and prefer_ring(length, count, queries, keys))
 
 
 def zigzag_order(length: int, count: int) -> np.ndarray:

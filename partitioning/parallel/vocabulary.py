@@ -4,7 +4,7 @@ Letters are those of the model's legend; the caller says which ones the residual
 """
 
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,41 +27,13 @@ from partitioning.parallel.sharded_function import (
   summed_last,
   with_gradient_of,
 )
-from partitioning.rules import Axes
-
-
-class Reduction(Protocol):
-  """Reduces the logits of each token to numbers, a chunk of the vocabulary at a time.
-
-  Attributes:
-    results: how many numbers per token.
-  """
-
-  results: int
-
-  def start(self, targets: jax.Array, dtype: jnp.dtype) -> Any:
-    """Returns the arrays (batch, sequence) that stand for no logits at all.
-
-    Args:
-      targets: of the tokens, (batch, sequence).
-      dtype: of sums.
-    """
-
-  def add(self, found: Any, logits: jax.Array, targets: jax.Array, first: jax.Array) -> Any:
-    """Returns the arrays with a chunk of logits (batch, sequence, chunk); `first` is its first id.
-
-    The chunks come in the order of their ids.
-    """
-
-  def finish(self, found: Any, targets: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
-    """Returns the numbers; `axes` split the vocabulary, each device having seen its own part."""
 
 
 def chunked_logits(
   x: jax.Array,
   weight: Weight,
   targets: jax.Array,
-  reduction: Reduction,
+  reduction: Any,
   chunks: int,
   residual: Residual,
 ) -> list[jax.Array]:
@@ -76,7 +48,7 @@ def chunked_logits(
     x: the residual, between blocks.
     weight: of the residual's width and the vocabulary; cast to the dtype of x.
     targets: of the tokens; within a device as long as x after its all-gather.
-    reduction: of the logits.
+    reduction: of the logits, a chunk at a time: `models.losses.TokenNumbers`.
     chunks: their number; divides the part of the vocabulary that a device has.
     residual: the residual's letters.
 

@@ -187,22 +187,6 @@ def test_the_margin_counts_groups_and_the_bias():
   assert smallest_margin(logits, corrected, bias) == pytest.approx(0.2)  # 0.65 to 0.45
 
 
-@pytest.mark.parametrize(
-  ("numbers", "message"),
-  [
-    ({"scores": "tanh"}, "scores='tanh' is not one of softmax, sigmoid, softmax_of_chosen"),
-    ({"top_k": 13}, "top_k=13 is not between 1 and experts=12"),
-    ({"groups": 5}, "experts=12 are not divisible into groups=5"),
-    ({"groups": 4, "top_groups": 5}, "top_groups=5 is not between 1 and groups=4"),
-    ({"groups": 4, "top_k": 4}, "top_k=4 is more than the 3 experts of top_groups=1"),
-    ({"groups": 12, "top_groups": 6, "group_score": "top2"}, "two experts in each of the groups"),
-  ],
-)
-def test_numbers_that_do_not_fit_are_refused(numbers, message):
-  with pytest.raises(ValueError, match=message):
-    Router(**{"experts": 12, "top_k": 2, **numbers})
-
-
 @pytest.mark.transformers
 def test_the_librarys_routers_choose_the_same(tmp_path):
   arrays = {}

@@ -162,7 +162,7 @@ def test_evaluation_is_that_of_one_device(kind):
 def test_the_ring_is_preferred_if_its_communication_is_hidden_by_compute(
   length, count, heads, favoured
 ):
-  assert ring_attention.prefer_ring(length, count, *heads) is favoured
+  assert ring_attention.use_ring("auto", length, count, *heads) is favoured
 
 
 @pytest.mark.parametrize(("operations", "rings"), [(1, True), (1e9, False)])
