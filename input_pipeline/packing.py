@@ -4,18 +4,14 @@ Rows are a pure function of (lengths, row length, algorithm, seed), without an i
 a run that resumes, on another number of processes too, computes the same index again.
 """
 
-import bisect
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 
 ALGORITHMS = ("best_fit", "concatenate", "none")
 _LONGEST_ROW = 2**24
 _ROW_BITS = 32  # the pieces of an index are numbered with so many bits
-_SHARE, _ORDER = 0, 1  # what a seed is used for
-# Odd numbers, with their inverses modulo 2**32; those of the hash function MurmurHash3.
-_FACTORS = tuple((factor, pow(factor, -1, 2**32)) for factor in (0x85EBCA6B, 0xC2B2AE35))
+_ORDER = 1  # what a seed is used for; 0: see `best_fit`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +72,6 @@ def pack(
   Raises:
     ValueError: an unknown algorithm, a row length out of range, or a document longer than a row
       that may not be split.
-
-  Source of best_fit: Ding et al., Fewer Truncations Improve Language Modeling, arXiv:2404.10830.
   """
   lengths = np.asarray(lengths, np.int64)
   if not 1 <= row_length < _LONGEST_ROW:
@@ -92,8 +86,12 @@ def pack(
       f"{longer:,} of {len(lengths):,} documents take more than data.sequence_length={row_length} "
       f"tokens, the longest {int(lengths.max()):,}"
     )
-  fill = _best_fit if algorithm == "best_fit" else _one_each
-  row, document, first, count = fill(lengths, row_length, seed)
+  if algorithm == "best_fit":
+    from input_pipeline import best_fit  # bytes that are concatenated do not need it
+
+    row, document, first, count = best_fit.pieces(lengths, row_length, seed)
+  else:
+    row, document, first, count = _one_each(lengths, row_length)
   rows = int(row.max()) + 1 if len(row) else 0
   return _ordered(row_length, _shuffled(rows, seed, _ORDER)[row], document, first, count)
 
@@ -119,143 +117,11 @@ def _ordered(row_length, row, document, first, count) -> Packed:
   return Packed(row_length, starts, document[pieces], first[pieces], count[pieces])
 
 
-# ------------------------------ best_fit ------------------------------
-
-
-def _best_fit(lengths, row_length, seed):
-  """Returns row, document, first, count of each piece, int64 [P]."""
-  full, rest = np.divmod(lengths, row_length)
-  pieces = np.repeat(np.arange(len(lengths)), full)
-  of_document = np.arange(len(pieces)) - np.repeat(np.cumsum(full) - full, full)
-  short = np.flatnonzero(rest)
-  # Longest first; among those of a length, in an order that follows from the seed.
-  key = np.random.SeedSequence([seed, _SHARE]).generate_state(2, np.uint32)
-  order = ((row_length - rest[short]).astype(np.uint64) << np.uint64(32)) | _mixed(short, key)
-  short = _unmixed(np.sort(order), key)
-  row = len(pieces) + _rows_of_lengths(np.bincount(rest[short], minlength=row_length), row_length)
-  return (
-    np.concatenate([np.arange(len(pieces)), row]),
-    np.concatenate([pieces, short]),
-    np.concatenate([of_document * row_length, full[short] * row_length]),
-    np.concatenate([np.full(len(pieces), row_length), rest[short]]),
-  )
-
-
-def _mixed(numbers: np.ndarray, key: np.ndarray) -> np.ndarray:
-  """Returns numbers below 2**32 as others, each of another; uint32 [N].
-
-  A permutation of the 32-bit numbers that looks random, so that sorting by it shuffles: sorting
-  values is several times faster than the sort of indices that drawn numbers would need.
-  """
-  x = numbers.astype(np.uint32) ^ key[0]
-  for factor, _ in _FACTORS:
-    x ^= x >> np.uint32(16)
-    x *= np.uint32(factor)
-  return x ^ (x >> np.uint32(16)) ^ key[1]
-
-
-def _unmixed(mixed: np.ndarray, key: np.ndarray) -> np.ndarray:
-  """Returns the numbers that `_mixed` has changed, int64 [N]; of a longer one, the last 32 bits."""
-  x = mixed.astype(np.uint32) ^ key[1]
-  x ^= x >> np.uint32(16)
-  for _, inverse in _FACTORS[::-1]:
-    x *= np.uint32(inverse)
-    x ^= x >> np.uint32(16)
-  return (x ^ key[0]).astype(np.int64)
-
-
-def _rows_of_lengths(counts: np.ndarray, row_length: int) -> np.ndarray:
-  """Returns the row of each item, longest items first, int64 [sum of counts].
-
-  Args:
-    counts: int [T], how many items there are of each length; counts[0] is not used.
-    row_length: T.
-  """
-  found = np.array([*_fill(counts, row_length)], np.int64).reshape(-1, 3)
-  first, stop, items = found.T
-  sizes = (stop - first) * items
-  number = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-  return np.repeat(first, sizes) + number // np.repeat(items, sizes)
-
-
-def _fill(counts: np.ndarray, row_length: int) -> Iterator[tuple[int, int, int]]:
-  """Yields (first row, the one after the last, items that each of them takes), longest items first.
-
-  Best-fit decreasing puts the longest item that is left into the row whose free space it fills
-  best. Rows of the same free space are alike, and so are items of a length: one that went into a
-  row is followed by others into the same row for as long as they fit. So all rows of a free space
-  are filled at once, and the work grows with the number of lengths, not of items.
-  """
-  rows = _Free()
-  for length in np.flatnonzero(counts)[::-1].tolist():
-    left = int(counts[length])
-    while left:
-      space = rows.smallest(length)
-      if space is None:
-        per_row = row_length // length
-        rows.add(row_length, rows.open(-(-left // per_row)))
-        space = row_length
-      per_row = space // length
-      for first, stop in rows.take(space, left // per_row):
-        yield first, stop, per_row
-        left -= (stop - first) * per_row
-        rows.add(space - per_row * length, (first, stop))
-      if left < per_row:
-        for first, stop in rows.take(space, 1 if left else 0):
-          yield first, stop, left
-          rows.add(space - left * length, (first, stop))
-          left = 0
-
-
-class _Free:
-  """Rows by the space that is left in them; kept as ranges of their numbers."""
-
-  def __init__(self):
-    self._ranges: dict[int, list[tuple[int, int]]] = {}
-    self._spaces: list[int] = []  # ascending: those that some row has
-    self._rows = 0
-
-  def open(self, count: int) -> tuple[int, int]:
-    """Returns the range of so many new rows."""
-    self._rows += count
-    return self._rows - count, self._rows
-
-  def smallest(self, length: int) -> int | None:
-    """Returns the smallest space that an item fits in, None where there is none."""
-    place = bisect.bisect_left(self._spaces, length)
-    return self._spaces[place] if place < len(self._spaces) else None
-
-  def add(self, space: int, rows: tuple[int, int]) -> None:
-    """Takes note of rows that have so much space left."""
-    if not space:
-      return
-    if space not in self._ranges:
-      self._ranges[space] = []
-      bisect.insort(self._spaces, space)
-    self._ranges[space].append(rows)
-
-  def take(self, space: int, count: int) -> list[tuple[int, int]]:
-    """Removes and returns up to so many of the rows that have this space left."""
-    ranges, taken = self._ranges.get(space, []), []
-    while count and ranges:
-      first, stop = ranges.pop()
-      if stop - first > count:
-        ranges.append((first, stop - count))
-        first = stop - count
-      taken.append((first, stop))
-      count -= stop - first
-    if not ranges and space in self._ranges:
-      del self._ranges[space]
-      del self._spaces[bisect.bisect_left(self._spaces, space)]
-    return taken
-
-
 # ------------------------------ none, concatenate ------------------------------
 
 
-def _one_each(lengths, row_length, seed):
+def _one_each(lengths, row_length):
   """Returns row, document, first, count of each piece: a row each."""
-  del seed
   pieces = -(-lengths // row_length)
   document = np.repeat(np.arange(len(lengths)), pieces)
   number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)

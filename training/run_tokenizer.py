@@ -12,16 +12,14 @@ from etils import epath, epy
 from ml_collections import ConfigDict
 
 from input_pipeline import catalog
-from input_pipeline.text import tokenizer, tokenizer_files
+from input_pipeline.text import tokenizer
 from runtime import files
 from training.checkpointing import restore
 from training.checkpointing.integrity import TOKENIZER
 
-with epy.lazy_imports():  # of runs with a model folder
+with epy.lazy_imports():  # of runs with tokens other than bytes, or with a model folder
+  from input_pipeline.text import tokenizer_files
   from interop import hf_folder
-
-# What a file of data.chat_template is called in the copy; the second, if it is JSON.
-TEMPLATES = (tokenizer_files.TEMPLATE_FILE, "chat_template.json")
 
 
 def contents(data: ConfigDict, model: ConfigDict) -> dict[str, bytes]:
@@ -36,7 +34,7 @@ def contents(data: ConfigDict, model: ConfigDict) -> dict[str, bytes]:
   found = {name: tokenizer_files.read(path) for name, path in tokenizer.load(spec).files.items()}
   if given := data.get("chat_template"):
     path = epath.Path(given).expanduser()
-    found[TEMPLATES[path.suffix == ".json"]] = tokenizer_files.read(path)
+    found[_templates()[path.suffix == ".json"]] = tokenizer_files.read(path)
   if "folder" in model:
     folder = hf_folder.local(model.folder, "model.folder")
     for name in (hf_folder.CONFIG, hf_folder.GENERATION):
@@ -46,6 +44,11 @@ def contents(data: ConfigDict, model: ConfigDict) -> dict[str, bytes]:
 
     found[hf_folder.CONFIG] = hf_config.decoder_config(found[hf_folder.CONFIG])
   return found
+
+
+def _templates() -> tuple[str, str]:
+  """Returns what a file of data.chat_template is called in the copy; the second, if it is JSON."""
+  return tokenizer_files.TEMPLATE_FILE, "chat_template.json"
 
 
 def write(found: Mapping[str, bytes], workdir: epath.Path, require: Callable[[], None]) -> None:
@@ -154,7 +157,7 @@ def _adopt_template(data: ConfigDict, folder: epath.Path) -> None:
     return
   if given and epath.Path(given).expanduser().exists():
     return
-  for name in TEMPLATES[::-1]:
+  for name in _templates()[::-1]:
     if (folder / name).exists():
       data.chat_template = str(folder / name)
       return

@@ -33,6 +33,7 @@ from training.optimizer import optimizer_row
 from training.tasks import TASKS
 
 with epy.lazy_imports():  # of runs with a model folder
+  from input_pipeline.text import tokenizer_files
   from interop import hf_folder
 
 
@@ -98,7 +99,7 @@ def finalize_folder(config: ConfigDict) -> None:
   if data.sequence_length is None:
     data.sequence_length = min(LONGEST_ROW, described.positions)
   if not data.tokenizer:
-    data.tokenizer = str(tokenizer.find_file(folder).parent)
+    data.tokenizer = str(tokenizer_files.find(folder).parent)
   if not config.checkpoint.initialize_from and not hf_folder.is_copy(folder):
     config.checkpoint.initialize_from = model.folder
   if hf_folder.is_adapter(config.checkpoint.initialize_from):

@@ -15,17 +15,11 @@ import numpy as np
 from etils import epath, epy
 
 from input_pipeline import catalog
-from input_pipeline.text.tokenizer_files import (
-  COMPANIONS,
-  SENTENCEPIECE_FILE,
-  TEKKEN_FILE,
-  TOKENIZER_FILE,
-  as_bytes,
-)
 from runtime import files
 
-with epy.lazy_imports():  # for data of files alone
+with epy.lazy_imports():  # bytes need neither before a text is encoded
   from input_pipeline.text import files as text_files
+  from input_pipeline.text import tokenizer_files
 
 BYTES = "bytes"
 CHARACTERS = "characters"
@@ -100,11 +94,13 @@ class ByteTokenizer:
 
   def encode(self, texts):
     """Returns the bytes of each text as ids, uint32[N]."""
-    return [np.frombuffer(as_bytes(text), np.uint8).astype(np.uint32) for text in texts]
+    return [
+      np.frombuffer(tokenizer_files.as_bytes(text), np.uint8).astype(np.uint32) for text in texts
+    ]
 
   def encode_template(self, text):
     """Returns the bytes of a text, each with the offsets of its character."""
-    widths = [len(as_bytes(character)) for character in text]
+    widths = [len(tokenizer_files.as_bytes(character)) for character in text]
     starts = np.repeat(np.arange(len(text)), widths)
     return self.encode([text])[0], np.stack([starts, starts + 1], axis=1)
 
@@ -137,47 +133,13 @@ def load(spec: epath.PathLike) -> Tokenizer:
       f"data.tokenizer={CHARACTERS}: the characters of these data are not known yet; `prepare` with"
       " the same config finds them, as a run does that trains"
     )
-  path = find_file(epath.Path(spec).expanduser())
-  companions = {name: path.parent / name for name in COMPANIONS if (path.parent / name).exists()}
+  path = tokenizer_files.find(epath.Path(spec).expanduser())
+  companions = {
+    name: path.parent / name for name in tokenizer_files.COMPANIONS if (path.parent / name).exists()
+  }
   from input_pipeline.text import library_tokenizers  # imports libraries that bytes do not need
 
   return library_tokenizers.load(path, companions)
-
-
-def find_file(path: epath.Path) -> epath.Path:
-  """Returns the file of a tokenizer: the path itself, or what is in that folder."""
-  try:
-    if path.is_dir():
-      return _in_folder(path)
-    if path.exists():
-      return path
-  except OSError as error:
-    raise ValueError(f"data.tokenizer={path}: it cannot be read ({error.strerror})") from error
-  raise ValueError(
-    f"data.tokenizer={path}: there is no such file or folder. It is `bytes`, `characters`, a"
-    f" {TOKENIZER_FILE} or a folder with one, or a SentencePiece model (*.model). One of the"
-    " Hugging Face Hub is downloaded first:"
-    f" `hf download OWNER/NAME --include '*token*' '*.jinja' --local-dir FOLDER`"
-  )
-
-
-def _in_folder(folder: epath.Path) -> epath.Path:
-  for name in (TOKENIZER_FILE, SENTENCEPIECE_FILE):
-    if (folder / name).exists():
-      return folder / name
-  models = sorted(path for path in folder.iterdir() if ".model" in path.name)
-  if len(models) == 1:
-    return models[0]
-  if models:
-    names = ", ".join(path.name for path in models)
-    raise ValueError(f"data.tokenizer={folder}: several SentencePiece models ({names}); name one")
-  present = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-  if (folder / TEKKEN_FILE).exists():
-    present += f"; {TEKKEN_FILE} is not read, use the {TOKENIZER_FILE} of the same model"
-  raise ValueError(
-    f"data.tokenizer={folder}: the folder has neither a {TOKENIZER_FILE} nor a SentencePiece model"
-    f" (*.model), only {present}"
-  )
 
 
 def unseen_text(where: str, characters: Iterable[str]) -> str:

@@ -26,6 +26,42 @@ SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token",
 SPECIAL_KEYS = (*SPECIAL_KEYS, "mask_token")
 
 
+def find(path: epath.Path) -> epath.Path:
+  """Returns the file of a tokenizer: the path itself, or what is in that folder."""
+  try:
+    if path.is_dir():
+      return _in_folder(path)
+    if path.exists():
+      return path
+  except OSError as error:
+    raise ValueError(f"data.tokenizer={path}: it cannot be read ({error.strerror})") from error
+  raise ValueError(
+    f"data.tokenizer={path}: there is no such file or folder. It is `bytes`, `characters`, a"
+    f" {TOKENIZER_FILE} or a folder with one, or a SentencePiece model (*.model)."
+    " One of the Hugging Face Hub is downloaded first:"
+    f" `hf download OWNER/NAME --include '*token*' '*.jinja' --local-dir FOLDER`"
+  )
+
+
+def _in_folder(folder: epath.Path) -> epath.Path:
+  for name in (TOKENIZER_FILE, SENTENCEPIECE_FILE):
+    if (folder / name).exists():
+      return folder / name
+  models = sorted(path for path in folder.iterdir() if ".model" in path.name)
+  if len(models) == 1:
+    return models[0]
+  if models:
+    names = ", ".join(path.name for path in models)
+    raise ValueError(f"data.tokenizer={folder}: several SentencePiece models ({names}); name one")
+  present = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+  if (folder / TEKKEN_FILE).exists():
+    present += f"; {TEKKEN_FILE} is not read, use the {TOKENIZER_FILE} of the same model"
+  raise ValueError(
+    f"data.tokenizer={folder}: the folder has neither a {TOKENIZER_FILE} nor a SentencePiece model"
+    f" (*.model), only {present}"
+  )
+
+
 def as_bytes(text: str | bytes) -> bytes:
   """Returns a text in UTF-8; bytes as they are. Raises ValueError for half a surrogate pair."""
   if isinstance(text, bytes):
