@@ -33,7 +33,6 @@ from training.metrics.log_lines import FILE, LINES, MetricsWriter
 from training.metrics.reader import (
   DebugNans,
   MetricsReader,
-  straggler_detection,
   without_debug_checks,
 )
 from training.metrics.throughput import Meter
@@ -180,10 +179,12 @@ class Run:
       from training.metrics.profiler import Profile  # of runs that trace steps alone
 
       self._profile = stack.enter_context(Profile(config.profile, workdir / "profile", watch))
-    # Of several processes: their stragglers.
-    self._pace = stack.enter_context(
-      straggler_detection(watch.group, config.processes.slow_ratio, simulated=job.devices.simulated)
-    )
+    self._pace = None
+    if not watch.group.alone and (ratio := config.processes.slow_ratio):
+      from processes.stragglers import straggler_detection  # which a single process does not need
+
+      found = straggler_detection(watch.group, ratio, simulated=job.devices.simulated)
+      self._pace = stack.enter_context(found)
     # Set by `compile` and `catch_up`, before the first step.
     self._progress: ProgressLine | None = None
     self._evaluator: Evaluator | None = None

@@ -9,10 +9,8 @@ import time
 import pytest
 
 from processes import stragglers
-from processes.coordination import Group
 from processes.stragglers import Pace, Window, slowest
 from tests.processes.stores import groups_of
-from training.metrics.reader import straggler_detection
 
 HOST = socket.gethostname()
 
@@ -267,9 +265,3 @@ def test_after_a_rollback_it_starts_again():
   assert run.steps(4, 0.15) == []
   [(step, _)] = run.steps(30, 0.15, {1: 0.7})
   assert step <= 9 + 10
-
-
-@pytest.mark.parametrize(("count", "slow_ratio"), [(1, 2.0), (2, 0.0)])
-def test_off_and_alone_nothing_is_compared(count, slow_ratio):
-  with straggler_detection(Group(0, count), slow_ratio, simulated=True) as pace:
-    assert pace is None

@@ -1,25 +1,18 @@
-"""Numbers from the devices: metrics, read late and checked; JAX_DEBUG_NANS; a probe of speed."""
+"""Numbers from the devices: metrics, read late and checked; JAX_DEBUG_NANS."""
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from partitioning.rules import named_leaves
-from processes.coordination import Group
 from training.bad_steps import BadStepError, TrainingStoppedError, not_finite
 from training.state import State
 
 _NAMED = 4  # so many arrays are named in a message
-SIZE, MATMULS = 2048, 32  # matrices of 8 MiB; about a millisecond on an accelerator of 2023
-_PROBES = 3
-# A probe leaves the accelerators idle for milliseconds: not more often than that.
-_PROBE_SECONDS = 1.0
 
 
 class MetricsReader:
@@ -120,63 +113,3 @@ class DebugNans:
       variable: {name: jnp.sum(check(x), dtype=jnp.int32) for name, x in floating.items()}
       for variable, check in self._checks.items()
     }
-
-
-# ------------------------------ a probe of speed ------------------------------
-
-
-def straggler_detection(
-  group: Group, slow_ratio: float, *, simulated: bool
-) -> contextlib.AbstractContextManager:
-  """Returns the straggler detection of a run, with a probe where devices are accelerators.
-
-  A single process is compared with nothing: it gets None.
-
-  Simulated devices share their processors with everything else on the machine: a probe of them
-  varies by a factor of 50 on a busy machine, while the CPU time that a process lost does not; see
-  processes/stragglers.py.
-
-  Args:
-    group: the processes of the run.
-    slow_ratio: `processes.slow_ratio`.
-    simulated: whether the devices are simulated.
-  """
-  if group.alone or not slow_ratio:
-    return contextlib.nullcontext()
-  from processes.stragglers import Pace  # which a single process does not need
-
-  if simulated:
-    return Pace(group, slow_ratio=slow_ratio)
-  return Pace(group, slow_ratio=slow_ratio, probe=DeviceProbe(), window_seconds=_PROBE_SECONDS)
-
-
-class DeviceProbe:
-  """A fixed computation on every accelerator of this process at once, without a collective.
-
-  It probes their speed, independent of the train step.
-  """
-
-  def __init__(self, *, size: int = SIZE):
-    """Compiles it; matrices of `size` x `size` in bfloat16 are multiplied."""
-    devices = jax.local_devices()
-    sharding = NamedSharding(Mesh(np.asarray(devices), ("device",)), PartitionSpec("device"))
-    ones = np.full((len(devices), size, size), 1 / size, jnp.bfloat16)
-    self._matrices = jax.device_put(ones, sharding)
-
-    def matmuls(matrices_DNN: jax.Array) -> jax.Array:
-      return jax.lax.fori_loop(0, MATMULS, lambda _, product: product @ matrices_DNN, matrices_DNN)
-
-    self._matmuls = jax.jit(matmuls, out_shardings=sharding).lower(self._matrices).compile()
-
-  def __call__(self) -> float:
-    """Returns the seconds that the slowest device took, in the best of three tries.
-
-    It waits for work in flight; the devices are idle for a moment afterwards.
-    """
-    jax.block_until_ready(self._matmuls(self._matrices))
-    return min(self._once() for _ in range(_PROBES))
-
-  def _once(self) -> float:
-    began = time.monotonic()
-    jax.block_until_ready(self._matmuls(self._matrices))
-    return time.monotonic() - began

@@ -2,7 +2,7 @@
 
 import jax
 
-from training.metrics.reader import DeviceProbe
+from processes.stragglers import DeviceProbe
 
 
 def test_it_runs_on_every_device_without_a_collective():
