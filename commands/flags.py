@@ -105,6 +105,10 @@ TOPOLOGY = _of(
     "topology", None, "v5p:4x4x4, v5p-128, 2xv6e-256 or h100:8; by default the attached devices."
   ),
 )
+MEMORY = _of(
+  "plan",
+  _bool("memory", False, "Also print the arrays at the peak of a device's memory."),
+)
 AXES = _of(
   "search",
   _list("axes", [], "Mesh axes whose size is searched; by default all that the model has use for."),

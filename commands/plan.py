@@ -30,5 +30,6 @@ def run() -> int:
   workdir.mkdir(parents=True, exist_ok=True)
   files.replace(workdir / "plan.json", json.dumps(found["plan"], indent=2) + "\n")
   files.replace(workdir / "plan.html", found["html"])
-  print(found["report"], f"page: {workdir / 'plan.html'}", *found["remarks"], sep="\n")
+  more = [found["memory"]] if flags.MEMORY.value else []
+  print(found["report"], *more, f"page: {workdir / 'plan.html'}", *found["remarks"], sep="\n")
   return exit_codes.DONE if found["plan"]["fits"] else exit_codes.CHECK_FAILED

@@ -67,7 +67,7 @@ def made(
   label: str = "plan",
   command: str = "",
 ) -> dict[str, Any]:
-  """Returns a new plan, or a cached one: what plan.json has, the page, the report, and remarks.
+  """Returns a new plan, or a cached one: what plan.json has, the page, the texts, and remarks.
 
   Args:
     config: as parsed, with overrides.

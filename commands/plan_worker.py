@@ -66,24 +66,28 @@ def end_with_the_parent() -> None:
 
 
 def _plan(request: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the report, the page, and what plan.json has."""
+  """Returns the report, what it has on memory, the page, and what plan.json has."""
   import jax
 
-  from planning import plan
+  from planning import buffers, plan
   from reports import plan_report
 
   # The report names each collective's line of Python, also where the environment turned them off.
   jax.config.update("jax_traceback_in_locations_limit", 30)
+  dumped = pathlib.Path(request["folder"], "xla")
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {buffers.xla_flags(dumped)}"
   found = plan.make(
     request["config"],
     request["topology"],
     title=request["title"],
     simulate=request["simulate"],
     progress=lambda phase: report(request["phases"], phase),
+    dumped=dumped,
   )
   report(request["phases"], "writing the page")
   page = plan_report.html(found, command=request["command"])
-  return {"report": plan_report.text(found), "html": page, "plan": found.as_json()}
+  texts = {"report": plan_report.text(found), "memory": plan_report.buffers_text(found)}
+  return {**texts, "html": page, "plan": found.as_json()}
 
 
 def _search(request: Mapping[str, Any]) -> Any:

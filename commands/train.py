@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+import jax
 from etils import epath, epy
 
 from commands import build, flags, preflight_facts
@@ -36,6 +37,13 @@ with epy.lazy_imports():  # what is said at the end, and what only some runs beg
   from inference import request
   from training import base_parameters
   from training.metrics import sinks
+
+
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+_NAMES_ARRAYS = (
+  "`plan` with this config and --memory prints the arrays at the peak of a device's memory, the "
+  "lines that make them, and what makes them smaller"
+)
 
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
@@ -116,6 +124,11 @@ def _run(data: splits.Data, start: restore.Start, watch: Watchdog) -> int:
       traceback.print_exception(error)
     report.failed(error)
     return _failed(error, watch, everywhere=isinstance(error, TrainingStoppedError))
+  except jax.errors.JaxRuntimeError as error:
+    if _OUT_OF_MEMORY not in str(error):
+      raise
+    report.failed(error)
+    return _failed(MemoryError(f"{error}. {_NAMES_ARRAYS}"), watch, everywhere=False)
   if not end.stopped:
     closing.curve(workdir)
   say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")

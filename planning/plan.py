@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from ml_collections import ConfigDict
 from models import model_spec
 from partitioning import rules
 from partitioning.parallel.pipeline_schedule import Schedule
-from planning import analytic, aot, memory, prediction, step_time, suggestions, traced_step
+from planning import analytic, aot, buffers, memory, prediction, step_time, suggestions, traced_step
 from planning import timeline as timelines
 from planning.step_facts import of_job
 from planning.topology import Topology
@@ -42,6 +43,7 @@ class Plan:
     advice: overrides with which it would fit, if it does not, and how many were tried.
     timeline: of a layer; None without a compiled program, or if it does not fit.
     gather_once: whether to keep gathered kernels for the backward pass; "" if it is not advised.
+    at_peak: the buffers of the compiled step; None without one, or if XLA has not written them.
   """
 
   title: str
@@ -56,6 +58,7 @@ class Plan:
   host_memory: dict[str, int] = dataclasses.field(default_factory=dict)
   timeline: timelines.Timeline | None = None
   gather_once: str = ""
+  at_peak: buffers.Assignment | None = None
 
   @property
   def host(self) -> tuple[step_time.HostTraffic, ...]:
@@ -175,6 +178,7 @@ class Plan:
       "memory": self.memory,
       "memory_at_once": self.memory_at_once,
       "host_memory": self.host_memory,
+      "buffers": self.at_peak and self.at_peak.as_json(),
       "host_traffic": [vars(one) for one in self.host],
       "collectives": [_sent(one) for one in self.sent],
       "step_seconds": seconds,
@@ -221,6 +225,7 @@ def make(
   simulate: bool = False,
   here: aot.Here | None = None,
   progress: Callable[[str], None] = lambda phase: None,
+  dumped: pathlib.Path | None = None,
 ) -> Plan:
   """Returns the plan of a config.
 
@@ -231,6 +236,7 @@ def make(
     simulate: plans for simulated devices instead of the attached ones.
     here: the devices of this process, if already started; by default they are started here.
     progress: called with the current phase.
+    dumped: where XLA writes buffers, by `buffers.xla_flags`; None: nowhere.
 
   Raises:
     ValueError: bad input: the topology, the mesh, the layout, a constant.
@@ -259,6 +265,7 @@ def make(
     None,
     tuple(_warnings(ready, topology, compiled)),
     host_memory=memory.of_the_host(step, layers),
+    at_peak=buffers.read(dumped, compiled, step) if dumped and compiled else None,
   )
   if not found.fits:
     progress("looking for overrides that fit")

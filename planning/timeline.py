@@ -166,12 +166,12 @@ class _Names:
   def line(self, name: str) -> str:
     """Returns the line of our code behind an instruction: `models/layers.py:334, MLP.__call__`."""
     place = self._place(name)
-    return "" if place is None else _text(place)
+    return "" if place is None else place_text(place)
 
   def lines(self, name: str) -> str:
     """Returns that line, and the function of a helper through which it causes a transfer."""
-    helpers = [place for place in self._ours(name) if _rank(place) == _HELPER][:1]
-    shown = dict.fromkeys([self.line(name), *map(_text, helpers)])
+    helpers = [place for place in self._ours(name) if rank(place) == _HELPER][:1]
+    shown = dict.fromkeys([self.line(name), *map(place_text, helpers)])
     return ", through ".join(filter(None, shown))
 
   def when(self, name: str) -> str:
@@ -191,7 +191,7 @@ class _Names:
       enough = _NEARLY_ALL * sum(map(bool, stacks))
       longest = max(stacks, key=len, default=())
       lines = tuple(place for place in longest if common[place] >= enough)
-    return next((_text(place) for place in lines if _is_ours(place)), "")
+    return next((place_text(place) for place in lines if is_ours(place)), "")
 
   def is_backward(self, loop: Loop) -> bool:
     """Returns whether a loop is of the backward pass, by its name or by most of its body's."""
@@ -214,11 +214,11 @@ class _Names:
 
   def _place(self, name: str) -> hlo.Place | None:
     """Returns the line that says most, the innermost of several."""
-    return max(self._ours(name), key=_rank, default=None)
+    return max(self._ours(name), key=rank, default=None)
 
   def _ours(self, name: str) -> list[hlo.Place]:
     """Returns the lines of this project behind an instruction, innermost first."""
-    return [*filter(_is_ours, self._stack(self._shown(name)))]
+    return [*filter(is_ours, self._stack(self._shown(name)))]
 
   def _shown(self, name: str) -> str:
     """Returns the attributes of an instruction, or of one near it that shows a line of the model.
@@ -227,9 +227,9 @@ class _Names:
     """
     best, said = "", -1
     for text in itertools.chain([self._where[name][1].attributes], self._around(name)):
-      rank = max(map(_rank, self._stack(text)), default=-1)
-      if rank > said:
-        best, said = text, rank
+      says = max(map(rank, self._stack(text)), default=-1)
+      if says > said:
+        best, said = text, says
       if said > _HELPER:
         break
     return best or self._where[name][1].attributes
@@ -246,20 +246,22 @@ class _Names:
     return hlo.stack(self.program.frames, attributes)
 
 
-def _is_ours(place: hlo.Place) -> bool:
+def is_ours(place: hlo.Place) -> bool:
+  """Returns whether a line of code is this project's."""
   return place.file.startswith(f"{ROOT}/") and "/site-packages/" not in place.file
 
 
-def _rank(place: hlo.Place) -> int:
+def rank(place: hlo.Place) -> int:
   """Returns how much a line says: most a line of the model, little one that is in every stack."""
-  if not _is_ours(place) or place.file.startswith(_COMPILING):
+  if not is_ours(place) or place.file.startswith(_COMPILING):
     return 0
   if place.file.endswith(_IN_ALL):
     return 1
   return _HELPER if place.file.startswith(_HELPERS) else _HELPER + 1
 
 
-def _text(place: hlo.Place) -> str:
+def place_text(place: hlo.Place) -> str:
+  """Returns a line of code as `models/layers.py:334, MLP.__call__`."""
   function = place.function.replace("<locals>.", "")
   return f"{place.file.removeprefix(f'{ROOT}/')}:{place.line}" + (function and f", {function}")
 

@@ -95,6 +95,7 @@ class Chart:
     percent: values are shares of 1.
     from_zero: the axis of values begins at 0.
     logarithmic: the axis of values is logarithmic if they are above 0 and differ enough.
+    over: what the lines go over.
   """
 
   title: str
@@ -103,6 +104,7 @@ class Chart:
   percent: bool = False
   from_zero: bool = False
   logarithmic: bool = False
+  over: str = "step"
 
 
 def thinned(
@@ -218,7 +220,7 @@ def _scale(axes: Axes, chart: Chart) -> None:
   plain_axes(axes)
   axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=_STEPS))
   axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number_text(x)))
-  axes.set_xlabel("step", labelpad=1)
+  axes.set_xlabel(chart.over, labelpad=1)
   if chart.logarithmic and low > 0 and high / low > LOGARITHMIC:
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(numticks=6))

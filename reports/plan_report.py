@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from partitioning.rules import size_text
-from planning import analytic, memory
+from planning import analytic, buffers, memory
 from planning.plan import Plan
 from planning.step_time import by_axes
 from planning.timeline import Bar, Gap, Layer, Timeline
-from reports import pipeline_picture
+from reports import charts, pipeline_picture
 from reports.html import memory_bar, render
 from reports.layout_page import Arrays, Side, pipelines
 from reports.layout_text import chosen_lines, counts_text, reduction_text
@@ -399,6 +399,72 @@ def time_lines(plan: Plan) -> list[str]:
   return [*lines, budget if plan.cost is None else f"{budget} and cost {plan.cost:,.2f}"]
 
 
+# ------------------------------ what lives at the peak ------------------------------
+
+FEW_BUFFERS = 12  # rows in the terminal; the page has MORE_BUFFERS
+MORE_BUFFERS = 60
+SMALL_PART = 0.02  # of the peak, below which a part is not worth a line
+
+
+def buffers_text(plan: Plan) -> str:
+  """Returns which arrays live at the peak, where they are made, and what makes them smaller."""
+  if (found := plan.at_peak) is None:
+    return f"no arrays at the peak: {_no_buffers(plan)}"
+  lines = [f"at the peak of a device's memory, {size_text(found.peak)}:"]
+  if plan.topology.platform == "tpu" and plan.peak_bytes > found.peak:
+    other = size_text(plan.peak_bytes)
+    lines.append(f"  (the compiler's figure, {other}, is that of on-chip or host memory)")
+  for part, array, made, until, count, size in buffers_table(found, FEW_BUFFERS).rows:
+    several = f"{count} x " if array and int(count) > 1 else ""
+    lines.append(f"{size:>11}  {part}{array and f', {several}{array}'}")
+    if made or until:
+      lines.append(f"{'':13}from {made or 'an unknown line'} until {until or 'an unknown line'}")
+  return "\n".join([*lines, *buffers_lines(found)])
+
+
+def _no_buffers(plan: Plan) -> str:
+  if plan.program is None:
+    return _without(plan)
+  why = "is refused by the compiler" if not plan.program.fits else "came from the compilation cache"
+  return f"the program {why}"
+
+
+def buffers_table(found: buffers.Assignment, most: int) -> PlanTable:
+  """Returns the kinds of arrays at the peak, those with the most bytes first."""
+  groups = found.groups()
+  rows = [
+    [one.part, *_life(one), f"{count}", size_text(size)] for one, count, size in groups[:most]
+  ]
+  if others := groups[most:]:
+    count = sum(count for _, count, _ in others)
+    rows.append(["others", "", "", "", f"{count}", size_text(sum(size for *_, size in others))])
+  texts = ("at the peak", "array of a device", "made at", "needed last at")
+  shares = _shares([size for *_, size in groups[:most]]) + [0.0] * (len(rows) - len(groups[:most]))
+  return PlanTable("memory at the peak", texts, ("count", "bytes"), rows, shares)
+
+
+def _life(one: buffers.Buffer) -> tuple[str, str, str]:
+  return ("", "", "") if one.until == buffers.ALWAYS else (one.array, one.made, one.until)
+
+
+def buffers_lines(found: buffers.Assignment) -> Iterator[str]:
+  """Yields the gaps between temporaries, and for each part of the peak what makes it smaller."""
+  gaps = size_text(found.gaps)
+  yield f"gaps between temporaries: {gaps} more are allocated than live at the peak"
+  for part, size in found.parts().items():
+    if size >= SMALL_PART * found.peak and part in buffers.FIXES:
+      yield f"less of {part} ({size_text(size)}): {buffers.FIXES[part]}"
+
+
+def _curve(found: buffers.Assignment) -> charts.Chart:
+  """Returns the picture of a device's memory over the instructions of the program."""
+  at = found.curve.index(found.peak)
+  points = [(place, size / 2**30) for place, size in enumerate(found.curve)]
+  mark = charts.Mark("bad", at, f"the peak, {size_text(found.peak)}")
+  line = charts.Line("in use", points)
+  return charts.Chart("GiB in use", [line], [mark], from_zero=True, over="instruction")
+
+
 # ------------------------------ as a page ------------------------------
 
 GAPS = 10  # of those waited for, how many are listed
@@ -421,6 +487,7 @@ def html(plan: Plan, *, command: str = "") -> str:
     no_advice=[] if plan.advice.fitting else advice(plan),
     pipelines=pipelines(sides),
     bar=memory_bar(memory.at_peak(plan.memory), limit, peak),
+    buffers=plan.at_peak and _buffers(plan.at_peak),
     tables={
       "memory": memory_table(plan),
       "collectives": collectives_table(plan),
@@ -435,6 +502,14 @@ def html(plan: Plan, *, command: str = "") -> str:
     parameters=Arrays(sides).section("parameters"),
     sources=SOURCES,
   )
+
+
+def _buffers(found: buffers.Assignment) -> dict[str, Any]:
+  return {
+    "chart": charts.svg(_curve(found), name="memory", wide=True),
+    "table": buffers_table(found, MORE_BUFFERS),
+    "lines": [*buffers_lines(found)],
+  }
 
 
 def _each(plan: Plan) -> PlanTable:

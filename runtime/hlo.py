@@ -253,9 +253,14 @@ def entry_parameters(program: Program) -> dict[str, str]:
   for one in program.computations[program.entry].instructions.values():
     name = op_name(one.attributes)
     if one.opcode == "parameter" and name:
-      path = re.sub(r"\['([^']*)'\]", r"/\1", name.replace("\\", ""))
-      found[path.removeprefix("state.")] = one.shape
+      found[argument_path(name)] = one.shape
   return found
+
+
+def argument_path(name: str) -> str:
+  """Returns `params/mlp/kernel` of JAX's name `state.params['mlp']['kernel']`."""
+  path = re.sub(r"\['([^']*)'\]", r"/\1", name.replace("\\", ""))
+  return path.removeprefix("state.")
 
 
 # ---- Loops ----

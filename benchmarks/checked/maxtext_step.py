@@ -23,7 +23,7 @@ from checks.program import Description, Program
 MESHES = [{}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}]
 
 
-def _config(sizes, devices):
+def _config(sizes, devices, given):
   root = os.path.dirname(os.path.abspath(pyconfig.__file__))
   settings = {
     "run_name": "check",
@@ -33,7 +33,6 @@ def _config(sizes, devices):
     "skip_jax_distributed_system": True,
     "hardware": "cpu",
     "attention": "dot_product",
-    "per_device_batch_size": ROWS / devices,
     "max_target_length": LENGTH,
     "vocab_size": VOCABULARY,
     "base_emb_dim": 32,
@@ -47,7 +46,9 @@ def _config(sizes, devices):
     "matmul_precision": "highest",
     "steps": 10,
     **{f"ici_{axis}_parallelism": size for axis, size in sizes.items()},
+    **given,
   }
+  settings["per_device_batch_size"] = settings.pop("rows", ROWS) / devices
   words = [f"{key}={value}" for key, value in settings.items()]
   return pyconfig.initialize(["train", os.path.join(root, "base.yml"), *words])
 
@@ -60,10 +61,15 @@ def _batch(seed):
   return found
 
 
-def program(sizes):
-  """Returns MaxText's step with small sizes on a mesh, made as its train_compile.py makes it."""
+def program(sizes, **given):
+  """Returns MaxText's step on a mesh, made as its train_compile.py makes it.
+
+  Args:
+    sizes: of the mesh axes.
+    **given: keys of its config, and `rows` of the global batch; the others are small sizes.
+  """
   count = int(np.prod([*sizes.values(), 1]))
-  config = _config(sizes, count)
+  config = _config(sizes, count, given)
   devices = maxtext_utils.create_device_mesh(config, jax.devices()[:count])
   mesh = jax.sharding.Mesh(devices, config.mesh_axes)
   create, model = model_creation_utils.create_nnx_abstract_model(config, mesh)

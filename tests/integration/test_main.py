@@ -169,6 +169,30 @@ def test_a_loss_that_is_not_finite_stops_the_run(main, tmp_path):
   assert f"<title>bad step {step}: " in page
 
 
+FULL = """
+import jax
+
+from configs.dp8 import get_config
+from training import loop
+
+
+def full(*_, **__):
+  raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.")
+
+
+loop.train = full
+"""
+
+
+def test_a_full_device_names_the_command_that_shows_what_fills_it(main, tmp_path):
+  (tmp_path / "full.py").write_text(FULL)
+  code, _, err = main(f"--config={tmp_path}/full.py", *TINY_LM, f"--workdir={tmp_path}/run")
+  assert code == 1, err
+  assert "RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes." in err
+  assert "`plan` with this config and --memory prints the arrays at the peak" in err
+  assert "Traceback" not in err
+
+
 def test_layout_prints_the_table_and_two_side_by_side(main):
   code, out, _ = main("layout", "--config=configs/tp8.py")
   assert code == 0

@@ -29,6 +29,15 @@ def plan(main, workdir, *arguments):
   return code, out, json.loads((workdir / "plan.json").read_text())
 
 
+def adds_up(found):
+  """The arrays at the peak are the compiler's peak, to the byte."""
+  buffers = found["buffers"]["at_the_peak"]
+  assert sum(one["bytes"] for one in buffers) == found["peak_bytes_per_device"]
+  padded = sum(b["bytes"] for b in buffers if b["part"] in ("parameters", "optimizer state"))
+  exact = found["memory"]["parameters"] + found["memory"]["optimizer state"]
+  assert exact <= padded < 1.02 * exact
+
+
 def test_a_small_decoder_on_eight_chips(main, tmp_path):
   code, out, found = plan(main, tmp_path, "--config=configs/dp4_tp2.py", "--topology=v5e:4x2")
   assert code == 0, out
@@ -212,6 +221,12 @@ def test_llama_3_8b_on_64_chips_of_v5p_needs_no_expert(main, tmp_path):
   assert "chosen: compiler_options=xla_enable_async_all_gather=true," in out
   assert "left out" not in out
   assert found["peak_bytes_per_device"] < 6.5e9
+  adds_up(found)
+  at_the_peak = found["buffers"]["at_the_peak"]
+  [saved] = [one for one in at_the_peak if one["array"] == "bf16[32,1,8192,4096]"]
+  assert saved["part"] == "saved for the backward pass"
+  assert saved["bytes"] == 32 * 8192 * 4096 * 2
+  assert saved["made"].startswith("models/layer_stack.py:")
   # On the SparseCores: true gathers and scatters, beside the matmuls.
   assert kinds(found)["reduce-scatter"] > 15
   assert kinds(found)["all-reduce"] < 0.01
@@ -270,6 +285,7 @@ def test_llama_3_8b_with_tensor_parallelism_on_v6e_needs_no_expert(main, tmp_pat
   assert found["chosen"]["partitioning.sequence_parallel"] is True
   assert found["chosen"]["partitioning.collective_matmul"] is True
   assert found["peak_bytes_per_device"] < 5.6e9
+  adds_up(found)
   assert kinds(found)["all-reduce"] < 0.1
   # Of MaxText's program: 50.74 GB of gathers, 30.32 of all-reduces, which send twice that, and
   # 35.20 of permutes.
@@ -288,4 +304,5 @@ def test_llama_3_8b_on_v5e_scatters_the_gradients_of_all_kernels(main, tmp_path)
   # 16 of 128 numbers of a row are a chip's: 10.7 GB of all-reduces where arrays lie by rows.
   assert kinds(found)["all-reduce"] < 0.1
   assert kinds(found)["reduce-scatter"] < 18
+  adds_up(found)
   assert found["step_seconds"]["expected"] < 3.42
