@@ -55,6 +55,23 @@ def reduce_scatter(partial: jax.Array, axes: Axes, dim: int) -> jax.Array:
   return jax.lax.psum_scatter(partial, axes, scatter_dimension=dim, tiled=True)
 
 
+Moves = tuple[tuple[int, Axes], ...]  # (dim, axes) of all-gathers, one after the other
+
+
+def gather(shard: jax.Array, moves: Moves) -> jax.Array:
+  """Joins the shards of all devices along several dims; the transpose is `scatter`."""
+  for dim, axes in moves:
+    shard = all_gather(shard, axes, dim)
+  return shard
+
+
+def scatter(partial: jax.Array, moves: Moves) -> jax.Array:
+  """Sums over the devices, each of which keeps the shard that `gather` would join."""
+  for dim, axes in reversed(moves):
+    partial = reduce_scatter(partial, axes, dim)
+  return partial
+
+
 def _special(shape: Sequence[int], dim: int, axes: Axes) -> bool:
   """Returns whether some backend does not scatter an array of this shape as asked."""
   shards = jax.lax.axis_size(axes)

@@ -291,9 +291,7 @@ class Products:
       ]
     of_shards, seen = [], []
     for number, of_kernel in enumerate(of_kernels):
-      for dim, axes in reversed(self.ways[number].moves):
-        of_kernel = collectives.reduce_scatter(of_kernel, axes, dim)
-      of_shards.append(of_kernel)
+      of_shards.append(collectives.scatter(of_kernel, self.ways[number].moves))
       if self.delayed:
         wide = gradients[number].astype(scale_dtype(gradients[number]))
         seen += self._seen(x, shards[number], wide * self._copies(number), known[0].dtype)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from partitioning.constraints import BatchPart, inside_batch_part, manual_axes
 from partitioning.parallel import collectives
-from partitioning.rules import Axes, partition_spec, spec_entries
+from partitioning.rules import Axes, axes_size, partition_spec, spec_entries
 
 
 def manual_region(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -115,7 +115,7 @@ class GatheredOnce:
     entries = spec_entries(self.specs[name])
     return partition_spec([tuple(a for a in axes if a not in self.axes) for axes in entries])
 
-  def moves(self, name: str) -> tuple[tuple[int, Axes], ...]:
+  def moves(self, name: str) -> collectives.Moves:
     """Returns (dim, axes) of the all-gathers of a parameter."""
     found = []
     for dim, axes in enumerate(spec_entries(self.specs[name])):
@@ -145,9 +145,7 @@ class GatheredOnce:
       Gradients, sharded as their parameters; the sums.
     """
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    count = 1
-    for axis in self.axes:
-      count *= sizes[axis]
+    count = axes_size(self.axes, sizes)
 
     def on_part(batch: Any, trained: Params, frozen: Params, arguments: Any) -> Any:
       with inside_batch_part(BatchPart(self.axes, count)):
@@ -175,10 +173,7 @@ class GatheredOnce:
     moves, dtype = self.moves(name), self.dtypes.get(name, stored.dtype)
 
     def gather(shard: jax.Array) -> jax.Array:
-      shard = shard.astype(dtype)
-      for dim, axes in moves:
-        shard = collectives.all_gather(shard, axes, dim)
-      return shard
+      return collectives.gather(shard.astype(dtype), moves)
 
     return manual_region(gather, (self.specs[name],), self.whole_spec(name))(stored)
 

@@ -96,10 +96,11 @@ def in_order(x_BT: jax.Array, order_T: np.ndarray, letters: str) -> jax.Array:
   found = resolve(letters, x_BT.shape, layout.legend, layout.table, sizes)
   if found.failures:
     return constraints.constrain(x_BT[:, order_T], letters)  # which records or raises them
-  split = PartitionSpec(spec_entries(found.spec, 2)[1])
+  [_, axes] = spec_entries(found.spec, 2)
+  split = PartitionSpec(axes)
 
   def inside(x: jax.Array, order: jax.Array) -> jax.Array:
-    return collectives.all_gather(x, _split(found.spec, 1, sizes), 1)[:, order]
+    return collectives.all_gather(x, axes, 1)[:, order]
 
   ordered = manual_region(inside, (found.spec, split), found.spec)(x_BT, jnp.asarray(order_T))
   return constraints.constrain(ordered, letters)
@@ -150,7 +151,7 @@ def ring_attention(
     return jnp.zeros(shape, q_BTNH.dtype)  # `constrain` has recorded that it cannot be sharded so
   queries, keys, values, rows = (one.spec for one in found)
   out = partition_spec((*spec_entries(queries, 4)[:-1], spec_entries(values, 4)[-1]))
-  same = _split(queries, 2, sizes) == _split(keys, 2, sizes)
+  same = spec_entries(queries, 4)[2] == spec_entries(keys, 4)[2]
   ring = _Ring(around, blocks, name)
   # A device derives its place in the ring from its slots, not from its axis index: JAX would hoist
   # what depends on no argument into a shard_map without arguments, which XLA rejects.
@@ -167,10 +168,6 @@ def ring_attention(
   of_sinks = None if sinks_N is None else PartitionSpec(queries[2])
   in_specs = (queries, keys, values, of_sinks, _QueryFacts(*specs))
   return manual_region(inside, in_specs, out)(q_BTNH, k_BTKH, v_BTKU, sinks_N, facts)
-
-
-def _split(spec: PartitionSpec, dim: int, sizes: dict[str, int]) -> Axes:
-  return tuple(axis for axis in spec_entries(spec, dim + 1)[dim] if sizes[axis] > 1)
 
 
 def served(x_BSKH: jax.Array, serving_N: jax.Array | None) -> jax.Array:

@@ -23,6 +23,7 @@ from partitioning.constraints import (
   record,
 )
 from partitioning.parallel import collectives
+from partitioning.parallel.collectives import Moves
 from partitioning.parallel.manual_region import manual_region
 from partitioning.rules import Axes, Table, resolve, spec_entries
 
@@ -80,9 +81,6 @@ class Residual:
   def activation(self, letters: str) -> str:
     """Returns the letters of an activation: a weight's, with the tokens in place of the width."""
     return self.tokens + letters.replace(self.width, "")
-
-
-Moves = tuple[tuple[int, Axes], ...]  # (dim, axes) of all-gathers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,7 +300,7 @@ def sharded(
       entries = spec_entries(spec, shard.ndim)
       axes = tuple(tuple(axis for axis in entry if sizes[axis] > 1) for entry in entries)
       return Stored(shard, moves, axes, shard.dtype)
-    x = _taken(shard, moves, dtype) if wider and one.kernel else _gather(shard, moves)
+    x = _taken(shard, moves, dtype) if wider and one.kernel else collectives.gather(shard, moves)
     return checkpoint_name(x, GATHERED) if one.kernel and moves else x
 
   def on_device(*shards: jax.Array) -> list[jax.Array]:
@@ -398,13 +396,6 @@ def _gathers(before: PartitionSpec, after: PartitionSpec) -> Moves | None:
   return tuple(moves)
 
 
-def _gather(shard: jax.Array, moves: Moves) -> jax.Array:
-  """All-gathers a shard; the transpose is a reduce-scatter of the gradient."""
-  for dim, axes in moves:
-    shard = collectives.all_gather(shard, axes, dim)
-  return shard
-
-
 def gathered(stored: Stored, dtype: jnp.dtype, *, constant: bool) -> jax.Array:
   """Returns a parameter, cast and all-gathered; `constant`: without a gradient."""
   shard = jax.lax.stop_gradient(stored.shard) if constant else stored.shard
@@ -429,7 +420,7 @@ def _whole_forward(whole: jax.Array, shard: jax.Array, moves) -> tuple[jax.Array
 
 
 def _whole_backward(moves, like: jax.Array, gradient: jax.Array) -> tuple[None, jax.Array]:
-  return None, _reduced(gradient, moves, like.dtype)
+  return None, collectives.scatter(gradient.astype(like.dtype), moves)
 
 
 with_gradient_of.defvjp(_whole_forward, _whole_backward)
@@ -438,7 +429,7 @@ with_gradient_of.defvjp(_whole_forward, _whole_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _taken(shard: jax.Array, moves: Moves, dtype: jnp.dtype) -> jax.Array:
   """Returns a parameter cast and all-gathered; its gradient is reduced in the parameter's dtype."""
-  return _gather(shard.astype(dtype), moves)
+  return collectives.gather(shard.astype(dtype), moves)
 
 
 def _taken_forward(shard: jax.Array, moves, dtype) -> tuple[jax.Array, jax.Array]:
@@ -447,15 +438,7 @@ def _taken_forward(shard: jax.Array, moves, dtype) -> tuple[jax.Array, jax.Array
 
 def _taken_backward(moves, dtype, like: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
   del dtype
-  return (_reduced(gradient, moves, like.dtype),)
-
-
-def _reduced(gradient: jax.Array, moves: Moves, dtype: jnp.dtype) -> jax.Array:
-  """Returns a device's part of a gradient, reduced in a dtype."""
-  gradient = gradient.astype(dtype)
-  for dim, axes in reversed(moves):
-    gradient = collectives.reduce_scatter(gradient, axes, dim)
-  return gradient
+  return (collectives.scatter(gradient.astype(like.dtype), moves),)
 
 
 _taken.defvjp(_taken_forward, _taken_backward)
