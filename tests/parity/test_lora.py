@@ -196,15 +196,15 @@ def test_a_scale_left_out():
 
 def test_a_partial_sum_of_an_update_left_out(monkeypatch):
   # test_adapters_train_as_on_one_device: only one device's part of x A is counted.
-  original = matmuls._Updates.added
+  original = matmuls._Products._updated
 
-  def added(self, results, x_letters, outputs, x, operands):
-    found = original(self, results, x_letters, outputs, x, operands)
-    if x_letters == "BTD":
+  def updated(self, results, x, operands):
+    found = original(self, results, x, operands)
+    if self._x == "BTD":
       return found
     first = jax.lax.axis_index("tensor") == 0
     return [jnp.where(first, y, result) for y, result in zip(found, results, strict=True)]
 
   of_merged()
-  monkeypatch.setattr(matmuls._Updates, "added", added)
+  monkeypatch.setattr(matmuls._Products, "_updated", updated)
   assert abs(training_loss(MESHES["data4_tensor2"]) - of_merged()[1]) > 1e-3

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from models.mlp import MLP
-from partitioning.parallel import sharded_function
+from partitioning.parallel import collectives
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity.comparison import (
   MESHES,
@@ -123,8 +123,8 @@ def test_gradients_that_are_not_summed_over_fsdp(monkeypatch):
       return gather(shard)
     return regions_gather(shard, moves)
 
-  regions_gather = sharded_function._gather
-  monkeypatch.setattr(sharded_function, "_gather", gathered)
+  regions_gather = collectives.gather
+  monkeypatch.setattr(collectives, "gather", gathered)
   assert_caught("fsdp8")
 
 
