@@ -28,6 +28,7 @@ from packaging.utils import canonicalize_name
 from processes import coordination, listening
 from processes.coordination import Group
 from runtime import devices, files
+from runtime.printable import few
 
 # ------------------------------ what a check has found ------------------------------
 
@@ -261,10 +262,10 @@ def check_versions(
       *(sys.version_info < OLDEST_PYTHON, WRONG, f"{python}: too old"),
       f"use {'.'.join(map(str, OLDEST_PYTHON))} or newer",
     ),
-    (missing, WRONG, f"missing packages: {_few_names(missing)}", install),
+    (missing, WRONG, f"missing packages: {few(missing, _MOST)}", install),
     (
       *(others, WARNING),
-      f"{len(others)} packages differ from {lock} (in brackets): {_few_names(others)}",
+      f"{len(others)} packages differ from {lock} (in brackets): {few(others, _MOST)}",
       install,
     ),
     (
@@ -305,11 +306,6 @@ def check_versions(
   if not missing and not others:
     yield ok(f"{len(locked)} packages as in {lock}")
   yield from (Finding(status, what, fix) for is_so, status, what, fix in problems if is_so)
-
-
-def _few_names(names: list[str]) -> str:
-  more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-  return ", ".join(names[:_MOST]) + more
 
 
 # ------------------------------ folders and buckets ------------------------------

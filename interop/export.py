@@ -41,6 +41,7 @@ from models.spec import LORA_A, LORA_B, DecoderSpec
 from partitioning.rules import named_leaves, nested
 from runtime import files
 from runtime.exit_codes import ExportError
+from runtime.printable import few
 from training.checkpointing.consensus import Together, join_reports
 
 # ------------------------------ the files of the tokenizer ------------------------------
@@ -148,9 +149,8 @@ def check_folder(to: str, checkpoints: epath.Path | None) -> epath.Path:
     if not folder.is_dir():
       raise ValueError(f"--to={to}: {folder} is a file; give a folder that is new or empty")
     if there := sorted(path.name for path in folder.iterdir()):
-      more = f" and {len(there) - _LISTED} more" if len(there) > _LISTED else ""
       raise ValueError(
-        f"--to={to}: {folder} is not empty (it has {', '.join(there[:_LISTED])}{more}); an export "
+        f"--to={to}: {folder} is not empty (it has {few(there, _LISTED)}); an export "
         f"is written to a folder that is new or empty"
       )
   if files.is_local(folder):

@@ -21,7 +21,7 @@ from etils import epath, epy
 from processes import preemption
 from processes.preemption import StopRequest
 from runtime import exit_codes
-from runtime.printable import printable
+from runtime.printable import few, printable
 
 with epy.lazy_imports():  # a single process, or a command line that is refused, needs none of it
   import jax
@@ -44,7 +44,6 @@ PER_HOST = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _SHUTDOWN_SECONDS = 300
 # Only the first few processes watch all others: N watching N would be N * N reads.
 WATCHERS = 8
-_MOST_NAMED = 12
 _MOST_UNSIGNED = 1000
 # Never reached: before that, the watchdog ends a run that hangs, and names who is behind.
 _FOR_EVER_SECONDS = 7 * 24 * 3600
@@ -187,8 +186,7 @@ class Group:
       if self.index < WATCHERS:
         there = self.list(shown)
         missing = [str(index) for index in range(self.count) if str(index) not in there]
-        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
-        names = ", ".join(missing[:_MOST_NAMED]) + more
+        names = few(missing)
       raise NotTogetherError(
         f"process {names or 'another'} of {self.count} has not reached {point!r} within "
         f"{timeout_seconds:.3g} s (processes.start_timeout_seconds){self.unsigned_text()}"

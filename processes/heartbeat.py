@@ -14,6 +14,7 @@ from collections.abc import Callable
 from etils import epy
 
 from processes.coordination import WATCHERS, Group
+from runtime.printable import few
 
 with epy.lazy_imports():
   import jax
@@ -24,7 +25,6 @@ _POST_SECONDS = 1.0
 SILENT_SECONDS = 2.0
 # Process 0 serves all requests: beyond this number of processes, each asks less often.
 _OFTEN_FOR = 1000
-_MOST_NAMED = 16
 
 
 class Exchange:
@@ -108,7 +108,7 @@ class Exchange:
     silent = [index for index, since in living.items() if now - since > self._silent]
     if silent or missing:
       names = [f"{i} ({places[i]['host']}, last seen at {places[i]['at']!r})" for i in silent]
-      return f"no heartbeat from process {_listed(names + missing)}"
+      return f"no heartbeat from process {few(names + missing)}"
     fewest = min(place["beats"] for place in places.values())
     late = [i for i, place in places.items() if place["beats"] == fewest]
     if len(late) == len(places):
@@ -120,7 +120,7 @@ class Exchange:
         return where
       return f"{where}; for {lasted:.1f} s no heartbeat from process {quiet}"
     names = [f"{i} ({places[i]['host']}, at {places[i]['at']!r})" for i in late]
-    return f"behind: process {_listed(names)}"
+    return f"behind: process {few(names)}"
 
   # ------------------------------ the thread ------------------------------
 
@@ -185,9 +185,3 @@ class Exchange:
       self._seen[index] = (place, now if place["pulse"] != before.get("pulse") else since)
     if self._group.first and self._group.count > WATCHERS:
       self._group.put("behind", {"text": self.behind()})
-
-
-def _listed(names: list[str]) -> str:
-  """Returns the first names, and how many more there are."""
-  more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-  return ", ".join(names[:_MOST_NAMED]) + more

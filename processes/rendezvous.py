@@ -27,7 +27,7 @@ from typing import Any
 
 from processes import listening, tokens
 from runtime import exit_codes, files
-from runtime.printable import printable
+from runtime.printable import few, printable
 
 FIRST_NOTICE_SECONDS = 5.0
 HELLO, ANSWER = "hello", "answer"
@@ -335,11 +335,10 @@ class _RollCall:
 
   def _missing(self) -> str:
     there = [f"{index} ({_who(hello)})" for index, hello in sorted(self._there.items())]
-    more = f" and {len(there) - _MOST_NAMED} more" if len(there) > _MOST_NAMED else ""
     return (
       f"{len(self._there)} of {self._count} processes connected within "
       f"processes.start_timeout_seconds={self._wait.seconds:g}; missing: {self._absent()}; "
-      f"connected: {', '.join(there[:_MOST_NAMED])}{more}{self._dropped_text()}"
+      f"connected: {few(there, _MOST_NAMED)}{self._dropped_text()}"
     )
 
   def _dropped_text(self) -> str:

@@ -1,6 +1,7 @@
 """Text from elsewhere (peers, configs, files, variables) made safe to print on a terminal."""
 
 import unicodedata
+from collections.abc import Sequence
 
 # Cc and Cf: control and format characters (escape sequences, bidirectional overrides, zero widths);
 # Cs: lone surrogates, which cannot be encoded; Zl and Zp: separators that some terminals break at.
@@ -27,3 +28,9 @@ def _shown(character: str, newlines: bool) -> str:
   if unicodedata.category(character) not in _UNSAFE:
     return character
   return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def few(texts: Sequence[str], most: int = 16) -> str:
+  """Returns the first of some texts, and how many more there are: `a, b and 3 more`."""
+  more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
+  return ", ".join(texts[:most]) + more

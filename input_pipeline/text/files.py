@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from runtime import files
+from runtime.printable import few
 
 TEXT = (".txt", ".md")
 LINES = (".jsonl",)
@@ -194,12 +195,11 @@ def _chosen(part: str, key: str, paths: Iterable[str]) -> list[str]:
   if not paths:
     raise ValueError(f"{key}: {part} matches no file; files are {FORMATS}")
   names = [posixpath.basename(path) for path in paths]
-  more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
   hint = "give plain text, such as source code, a name that ends in .txt"
   if any(name.endswith(".json") for name in names):
     hint = "rename a .json file with an object in each line to .jsonl"
   raise ValueError(
-    f"{key}: {part} has no file of a format that is read, only {', '.join(names[:_LISTED])}{more};"
+    f"{key}: {part} has no file of a format that is read, only {few(names, _LISTED)};"
     f" files are {FORMATS}; {hint}"
   )
 

@@ -2,7 +2,7 @@
 
 import unicodedata
 
-from runtime.printable import printable
+from runtime.printable import few, printable
 
 
 def test_ordinary_text_stays_as_it_is():
@@ -43,3 +43,10 @@ def test_long_text_is_cut_and_says_so():
 
 def test_other_types_are_converted():
   assert printable(ValueError("bad \x1b[0m")) == r"bad \x1b[0m"
+
+
+def test_the_first_of_many_are_named_and_the_others_counted():
+  assert few([], 2) == ""
+  assert few(["a", "b"], 2) == "a, b"
+  assert few(["a", "b", "c"], 2) == "a, b and 1 more"
+  assert few(["a"] * 3000, 1) == "a and 2,999 more"

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from partitioning.rules import named_leaves
+from runtime.printable import few
 from training.bad_steps import BadStepError, TrainingStoppedError, not_finite
 from training.state import State
 
@@ -101,9 +102,8 @@ class DebugNans:
         if count
       ]
       if bad:
-        more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
         raise TrainingStoppedError(
-          f"step {step}: {variable} has found {', '.join(bad[:_NAMED])}{more}; training stops. "
+          f"step {step}: {variable} has found {few(bad, _NAMED)}; training stops. "
           f"`replay --step={step}` with this run's --config and --workdir finds its cause"
         )
 
