@@ -132,17 +132,19 @@ class _Value:
   end: int
 
 
-def read(folder: pathlib.Path, program: hlo.Program, step: StepFacts) -> Assignment | None:
+def read(folder: pathlib.Path, step: StepFacts) -> Assignment | None:
   """Returns the buffers that XLA has written to a folder; None if it has written none.
+
+  It writes those of a program that it then refuses, too: too large a one is named as well.
 
   Args:
     folder: that of `xla_flags`.
-    program: the same step's, parsed.
-    step: its layout.
+    step: the layout of the step that was compiled.
   """
   assigned = sorted(folder.glob("*train_step*buffer-assignment.txt"))
   lives = sorted(folder.glob("*train_step*live-range.txt"))
-  if not assigned or not lives:
+  texts = sorted(folder.glob("*train_step*after_optimizations.txt"))
+  if not (assigned and lives and texts):
     return None
   order, life = _lives(lives[-1].read_text().splitlines())
   held, temporaries, allocated = _allocations(assigned[-1].read_text().splitlines(), life)
@@ -150,7 +152,7 @@ def read(folder: pathlib.Path, program: hlo.Program, step: StepFacts) -> Assignm
   curve = tuple(always + _taken(temporaries, at) for at in range(len(order)))
   peak = max(curve)
   at = curve.index(peak)
-  parts = _Parts(program, step, order)
+  parts = _Parts(hlo.parse(texts[-1].read_text()), step, order)
   there = [parts.buffer(one, always=True) for one in held]
   there += [parts.buffer(one) for one in _apart(_alive(temporaries, at))]
   there.sort(key=lambda one: -one.bytes)

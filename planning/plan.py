@@ -43,7 +43,7 @@ class Plan:
     advice: overrides with which it would fit, if it does not, and how many were tried.
     timeline: of a layer; None without a compiled program, or if it does not fit.
     gather_once: whether to keep gathered kernels for the backward pass; "" if it is not advised.
-    at_peak: the buffers of the compiled step; None without one, or if XLA has not written them.
+    at_peak: the buffers of the compiled step; None without one, or if it came from a cache.
   """
 
   title: str
@@ -265,7 +265,7 @@ def make(
     None,
     tuple(_warnings(ready, topology, compiled)),
     host_memory=memory.of_the_host(step, layers),
-    at_peak=buffers.read(dumped, compiled, step) if dumped and compiled else None,
+    at_peak=buffers.read(dumped, step) if dumped and program else None,
   )
   if not found.fits:
     progress("looking for overrides that fit")

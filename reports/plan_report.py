@@ -409,7 +409,8 @@ SMALL_PART = 0.02  # of the peak, below which a part is not worth a line
 def buffers_text(plan: Plan) -> str:
   """Returns which arrays live at the peak, where they are made, and what makes them smaller."""
   if (found := plan.at_peak) is None:
-    return f"no arrays at the peak: {_no_buffers(plan)}"
+    why = "the program came from JAX's compilation cache" if plan.program else _without(plan)
+    return f"no arrays at the peak: {why}"
   lines = [f"at the peak of a device's memory, {size_text(found.peak)}:"]
   if plan.topology.platform == "tpu" and plan.peak_bytes > found.peak:
     other = size_text(plan.peak_bytes)
@@ -420,13 +421,6 @@ def buffers_text(plan: Plan) -> str:
     if made or until:
       lines.append(f"{'':13}from {made or 'an unknown line'} until {until or 'an unknown line'}")
   return "\n".join([*lines, *buffers_lines(found)])
-
-
-def _no_buffers(plan: Plan) -> str:
-  if plan.program is None:
-    return _without(plan)
-  why = "is refused by the compiler" if not plan.program.fits else "came from the compilation cache"
-  return f"the program {why}"
 
 
 def buffers_table(found: buffers.Assignment, most: int) -> PlanTable:

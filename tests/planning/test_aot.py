@@ -35,6 +35,10 @@ WHOLE = (
   "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
   "Used 22.50G of 15.75G hbm. Exceeded hbm capacity by 6.75G."
 )
+TOTAL = (
+  "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
+  "(17.70G) exceeds available HBM (15.75G)."
+)
 TEMPORARIES = (
   "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Total size of HLO temporaries (17.50G) "
   "exceeds available HBM (15.75G)"
@@ -46,6 +50,7 @@ TEMPORARIES = (
   [
     (WHOLE, 22.5 * GIB),
     (WHOLE.replace("22.50G", "800.00M"), 800 * 2**20),
+    (TOTAL, int(17.7 * GIB)),
     (TEMPORARIES, 3 * GIB + 17.5 * GIB),
     ("INTERNAL: something else", None),
   ],

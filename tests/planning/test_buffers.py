@@ -7,7 +7,6 @@ import pytest
 
 from planning import buffers
 from planning.step_facts import of_job
-from runtime import hlo
 from tests.helpers.compiling import FAST
 from tests.helpers.jobs import make_job
 
@@ -28,6 +27,10 @@ allocation 3: size 5000, preallocated-temp:
 allocation 4: size 9000, color 1, preallocated-temp:
  value: <10 on_chip @1> (size=9000,offset=0): f32[2250]{0:S(1)}
 BufferAssignment END
+"""
+PROGRAM = """ENTRY %main (x: f32[1]) -> f32[1] {
+  ROOT %x = f32[1] parameter(0)
+}
 """
 LIVES = """HloLiveRange (max 6):
   InstructionSequence:
@@ -60,12 +63,12 @@ def job():
 def written(folder: pathlib.Path, assignment: str, lives: str) -> pathlib.Path:
   (folder / "module_0000.jit_train_step.x-buffer-assignment.txt").write_text(assignment)
   (folder / "module_0000.jit_train_step.x-live-range.txt").write_text(lives)
+  (folder / "module_0000.jit_train_step.after_optimizations.txt").write_text(PROGRAM)
   return folder
 
 
 def test_what_lives_at_once_is_counted_once_and_gaps_apart(tmp_path, job):
-  program = hlo.parse("ENTRY %main (x: f32[1]) -> f32[1] {\n  ROOT %x = f32[1] parameter(0)\n}\n")
-  found = buffers.read(written(tmp_path, ASSIGNMENT, LIVES), program, of_job(job))
+  found = buffers.read(written(tmp_path, ASSIGNMENT, LIVES), of_job(job))
   held = 4096 + 8  # what is updated in place once; nothing of a thread
   # `second` and the loop's share bytes; neither tuples' tables nor on-chip memory count.
   assert found.curve == tuple(held + now for now in (0, 2000, 3000, 1000, 2500, 2500))
@@ -74,7 +77,7 @@ def test_what_lives_at_once_is_counted_once_and_gaps_apart(tmp_path, job):
   assert [(one.name, one.bytes) for one in found.buffers] == [
     *(("state.1", 4096), ("first", 2000), ("second", 1000), ("constant.1", 8)),
   ]
-  assert buffers.read(tmp_path / "nothing", program, of_job(job)) is None
+  assert buffers.read(tmp_path / "nothing", of_job(job)) is None
 
 
 @pytest.fixture
@@ -90,7 +93,7 @@ def test_arrays_of_a_step_are_known_by_layout_and_line(tmp_path):
   options = f"{FAST},xla_dump_to={tmp_path},xla_dump_hlo_as_text=true"
   job = make_job("fsdp8", "lm", **{"model.layers": 3, "compiler_options": options})
   compiled = job.compile_train_step().function
-  found = buffers.read(tmp_path, hlo.parse(compiled.as_text()), of_job(job))
+  found = buffers.read(tmp_path, of_job(job))
   assert sum(one.bytes for one in found.buffers) == found.peak == max(found.curve)
   stats, parts = compiled.memory_analysis(), found.parts()
   arguments = sum(parts[name] for name in ("parameters", "optimizer state", "batch"))

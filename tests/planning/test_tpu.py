@@ -110,6 +110,9 @@ def test_the_compilers_refusal_for_want_of_memory_is_a_verdict(main, tmp_path):
   assert out.startswith("does not fit 8 devices of v5e:2x4: ")
   assert found["compiled"]
   assert found["peak_bytes_per_device"] > found["hbm_bytes_per_device"]
+  # What was too large is named: the compiler's message counts what it would allocate.
+  at_the_peak = found["buffers"]["peak_bytes"] + found["buffers"]["gap_bytes"]
+  assert at_the_peak == pytest.approx(found["peak_bytes_per_device"], rel=0.01)
   assert found["collectives"] == []
 
 
