@@ -29,8 +29,8 @@ class Tiles:
   """Block sizes on one kind of device.
 
   Attributes:
-    blockwise: most tokens of a block of queries and of keys in `models.blockwise_attention`.
-    splash: most tokens of a block in `models.splash_attention`.
+    blockwise: most tokens of a block of queries and of keys in plain JAX.
+    splash: most tokens of a block of the kernel for TPUs.
     source: where the sizes come from.
   """
 
