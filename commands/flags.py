@@ -105,6 +105,14 @@ TOPOLOGY = _of(
     "topology", None, "v5p:4x4x4, v5p-128, 2xv6e-256 or h100:8; by default the attached devices."
   ),
 )
+NODES = _of(
+  "plan",
+  _number("nodes", None, "Also predict failures of so many nodes: goodput, saves, restarts."),
+)
+FAILURES = _of(
+  "plan",
+  _float("failures_per_node_day", None, "Of a node and day; by default Llama 3's, docs/plan.md."),
+)
 MEMORY = _of(
   "plan",
   _bool("memory", False, "Also print the arrays at the peak of a device's memory."),

@@ -1,11 +1,16 @@
 """The verb `plan`: predicts a run on devices that need not be attached."""
 
+import dataclasses
 import json
 import sys
+from typing import Any
+
+from ml_collections import ConfigDict
 
 from commands import config_flag, flags, plan_process
+from planning import goodput
 from planning.topology import parse
-from runtime import exit_codes, files
+from runtime import exit_codes, files, units
 from runtime.chips import overridden
 
 
@@ -27,9 +32,69 @@ def run() -> int:
   except plan_process.WorkerError as error:
     sys.stderr.write(error.printed)
     return exit_codes.FAILED
+  more = [found["memory"]] if flags.MEMORY.value else []
+  if (flags.NODES.value, flags.FAILURES.value) != (None, None):
+    more += with_failures(found["plan"], config.planning, config.checkpoint.every_steps)
   workdir.mkdir(parents=True, exist_ok=True)
   files.replace(workdir / "plan.json", json.dumps(found["plan"], indent=2) + "\n")
   files.replace(workdir / "plan.html", found["html"])
-  more = [found["memory"]] if flags.MEMORY.value else []
   print(found["report"], *more, f"page: {workdir / 'plan.html'}", *found["remarks"], sep="\n")
   return exit_codes.DONE if found["plan"]["fits"] else exit_codes.CHECK_FAILED
+
+
+def with_failures(plan: dict[str, Any], keys: ConfigDict, every_steps: int) -> list[str]:
+  """Returns lines on what failures of nodes cost the run, and adds `goodput` to a plan.
+
+  Args:
+    plan: as plan.json has it.
+    keys: the section `planning`.
+    every_steps: between two saves, as the config has it.
+
+  Raises:
+    ValueError: a number is not above zero, or the run would hardly ever reach a save.
+  """
+  if not plan["fits"]:
+    return ["goodput: none, as it does not fit"]
+  nodes = plan["nodes"] if flags.NODES.value is None else flags.NODES.value
+  rate = flags.FAILURES.value
+  rate = goodput.FAILURES_PER_NODE_DAY if rate is None else rate
+  if nodes < 1 or rate <= 0:
+    raise ValueError(f"--nodes={nodes} --failures-per-node-day={rate:g}: both must be above zero")
+  written = plan["state_bytes"] / nodes
+  faults = goodput.Faults(
+    nodes,
+    rate,
+    keys.save_seconds + written / plan["node_host_bandwidth"],
+    written / keys.storage_bandwidth,
+    keys.restart_seconds,
+  )
+  step = plan["step_seconds"]["expected"]
+  training = step * plan["steps"]
+  best = goodput.best(training, step, faults)
+  plan["goodput"] = {**dataclasses.asdict(faults), "best": dataclasses.asdict(best)}
+  mean, low, high = map(long_text, best.seconds)
+  steps = best.interval_seconds / step
+  lines = [
+    f"goodput of {nodes:,} {'node' if nodes == 1 else 'nodes'}: {100 * best.share:.1f} % with a "
+    f"save every {steps:,.0f} steps ({long_text(best.interval_seconds)}; by Daly's formula "
+    f"{long_text(goodput.daly(faults))})",
+    f"  {plan['steps']:,} steps take {mean} (eight in ten runs {low} to {high}) instead of "
+    f"{long_text(training)}",
+    f"  a failure every {long_text(faults.between_seconds)} ({rate:.2g} per node and day), "
+    f"{best.failures:,.1f} in all; restarts take {100 * best.restarting:.1f} %, steps run again "
+    f"{100 * best.again:.1f} %, saves {100 * best.saving:.1f} % of the time",
+    f"  a save blocks for {long_text(faults.block_seconds)} and is written in "
+    f"{long_text(faults.write_seconds)}, a restart takes {long_text(faults.restart_seconds)}",
+  ]
+  if 0 < every_steps < plan["steps"]:
+    given = goodput.simulate(training, every_steps * step, faults)
+    lines.insert(1, f"  {100 * given.share:.1f} % with checkpoint.every_steps={every_steps:,}")
+  return lines
+
+
+def long_text(seconds: float) -> str:
+  """Returns a time that may be of days: `1.2 ms`, `95 s`, `38.4 h`, `12.1 days`."""
+  for unit, name in ((goodput.DAY, "days"), (3600.0, "h")):
+    if seconds >= 2 * unit:
+      return f"{seconds / unit:,.1f} {name}"
+  return units.seconds(seconds)

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 from ml_collections import ConfigDict
 
 from models import model_spec
@@ -22,6 +23,7 @@ from training.setup import Job
 from training.tasks import TASKS
 
 LARGE_BYTES = 2**20
+TPUS_OF_A_HOST = 4
 PADDED = 1.05  # padding of an array above which to warn
 
 
@@ -85,6 +87,12 @@ class Plan:
     """Returns the verdict: the compiler has accepted it, if there is one, and its peak has room."""
     accepted = self.program is None or self.program.fits
     return accepted and self.peak_bytes <= self.topology.chip.hbm_bytes
+
+  @property
+  def node_devices(self) -> int:
+    """Returns the devices of a node: a machine of GPUs, or a host of four TPU chips."""
+    chip = self.topology.chip
+    return TPUS_OF_A_HOST * chip.devices_per_chip if chip.torus else chip.machine
 
   @property
   def accuracy(self) -> dict[str, str]:
@@ -175,6 +183,12 @@ class Plan:
       "parameters": dict(zip(("total", "active"), self.job.parameter_counts(), strict=True)),
       "chosen": {one.key: one.value for one in self.job.choices},
       "compiler_options": self.job.compiler_defaults if self.program else {},
+      "steps": math.ceil(self.token_budget / self.tokens),
+      "state_bytes": sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.job.state)
+      ),
+      "nodes": math.ceil(self.job.mesh.size / self.node_devices),
+      "node_host_bandwidth": self.node_devices * self.topology.chip.host_bandwidth,
       "memory": self.memory,
       "memory_at_once": self.memory_at_once,
       "host_memory": self.host_memory,

@@ -259,5 +259,23 @@ PLANNING: Rows = {
     unit="tokens",
     least=0,
   ),
+  "restart_seconds": Key(
+    600.0,
+    "of plan --nodes: from a failure to the next step of the run",
+    unit="seconds",
+    least=0,
+  ),
+  "save_seconds": Key(
+    1.0,
+    "of plan --nodes: that a save blocks training, beside copying the state to the host",
+    unit="seconds",
+    least=0,
+  ),
+  "storage_bandwidth": Key(
+    1e9,
+    "of plan --nodes: bytes per second that a node writes of a checkpoint",
+    unit="bytes per second",
+    above=0,
+  ),
   "cache_dir": Key("~/.cache/meshwright/plans", 'finished plans; "": no cache'),
 }

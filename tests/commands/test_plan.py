@@ -32,6 +32,7 @@ def test_a_machine_of_gpus_is_planned_by_formulas(main, tmp_path):
     "--config=configs/dp4_tp2.py",
     "--topology=h200:8",
     f"--workdir={tmp_path}",
+    *("--nodes=4", "--failures-per-node-day=0.5"),
   ]
   code, out, err = plan(main, *arguments)
   assert (code, err) == (0, ""), (out, err)
@@ -41,6 +42,11 @@ def test_a_machine_of_gpus_is_planned_by_formulas(main, tmp_path):
   found = json.loads((tmp_path / "plan.json").read_text())
   assert found.keys() >= KEYS
   assert found["compiled"] is False
+  fails = found["goodput"]
+  assert (fails["nodes"], fails["per_node_day"], found["nodes"]) == (4, 0.5, 1)
+  assert "\ngoodput of 4 nodes: " in out
+  assert "  a failure every 12.0 h (0.5 per node and day), " in out
+  assert fails["best"]["share"] == pytest.approx(1)  # 200 steps of milliseconds
   assert found["peak_bytes_per_device"] == found["memory_at_once"] < sum(found["memory"].values())
   table = out.partition("memory per device")[2].partition("peak, by formula: the sum")[0]
   parts = [re.split(r"  +", line.strip())[0] for line in table.splitlines()[2:] if line.strip()]
@@ -142,6 +148,10 @@ def test_what_does_not_fit_is_reported_and_ends_with_3(main, tmp_path):
     (
       ["--config=configs/dp8.py", "--topology=h100:8", "--config.planning.constants=matmull=1"],
       ["planning.constants: there is no 'matmull'; did you mean 'matmul'?"],
+    ),
+    (
+      ["--config=configs/dp8.py", "--topology=h100:8", "--nodes=0"],
+      ["--nodes=0 --failures-per-node-day=0.0037887: both must be above zero"],
     ),
     (["--config=configs/dp8.py", "--topology=h100:8", "--html=x"], ["--html belongs to the verbs"]),
   ],
