@@ -1,9 +1,9 @@
 r"""The application's train step beside MaxText's on CPUs, in turns: `ratio R` of times per mesh.
 
-  PYTHON -m benchmarks.maxtext_cpu [--turns=6] [--turn_steps=2] [--meshes=single,fsdp8,dp8,dp4_tp2]
+  python -m benchmarks.maxtext_cpu [--turns=6] [--turn_steps=2] [--meshes=single,fsdp8,dp8,dp4_tp2]
 
-PYTHON has MaxText and what requirements.txt names, so that both have one jax; docs/check.md says
-how such an environment is made. A Llama-style decoder of 4 layers of width 256 in float32 with
+In an environment that has MaxText (docs/check.md) and what requirements.txt names, so that both
+have one jax. A Llama-style decoder of 4 layers of width 256 in float32 with
 AdamW and clipping: `LLAMA` of benchmarks/step_overhead.py, 16 rows of 256 tokens. Three compiled
 steps, each in a process of its own, of which two wait while one works:
 
