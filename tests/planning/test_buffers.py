@@ -4,6 +4,7 @@ import pathlib
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from planning import buffers
 from planning.step_facts import of_job
@@ -84,8 +85,10 @@ def test_what_lives_at_once_is_counted_once_and_gaps_apart(tmp_path, job):
 def compiled_anew():
   """Has nothing come from the compilation cache, for which XLA writes nothing."""
   jax.config.update("jax_enable_compilation_cache", False)
+  compilation_cache.reset_cache()  # JAX looks at the option once
   yield
   jax.config.update("jax_enable_compilation_cache", True)
+  compilation_cache.reset_cache()
 
 
 @pytest.mark.usefixtures("lines_of_python", "compiled_anew")
