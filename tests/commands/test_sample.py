@@ -36,7 +36,7 @@ def test_prompts_in_a_terminal(main, forks, tmp_path):
     terminal.wait_for("prompts of up to 16 tokens")
     terminal.wait_for("as Ctrl-D does\n> ")
     terminal.press(b"0123456789abcdefgh\n")
-    terminal.wait_for("error: the prompt is 18 tokens long")
+    terminal.wait_for("prompt 1 is 18 tokens (bytes) long")
     terminal.press(b"x\n")
     terminal.wait_for("; the first after")
     terminal.press(b"\x04")

@@ -104,7 +104,7 @@ def test_what_is_sent_to_each_does_not_grow_with_their_number():
   assert isinstance(result, rendezvous.MissingError)
   assert "1295 of 1300 processes connected" in str(result)
   assert "missing: 1295-1299; connected: 0 (" in str(result)
-  assert str(result).endswith(" and 1279 more")
+  assert str(result).endswith(" and 1,279 more")
   assert max(sizes) < 2000, "bytes"
   assert {answer["error"] for answer in answers} == {str(result)}
 
