@@ -59,7 +59,7 @@ class Buffer:
 
   Attributes:
     name: of the instruction that writes them first.
-    array: dtype and dims on one device, `bf16[32,64,14336]`; of tuples, their largest element.
+    array: dtype and dims on one device, `bf16[32,64,14336]`; or tuple.
     bytes: with the padding of their tiles.
     part: what it is, of FIXES or another word.
     made: line of code that makes it, "" if the program does not show it; of an argument, its name.
@@ -163,8 +163,6 @@ def _lives(lines: Iterable[str]) -> tuple[list[str], dict[tuple[str, str], tuple
   """Returns the instructions in order, and (name, index in its tuple) -> first and last place."""
   order, life = [], {}
   for line in lines:
-    if line.startswith("Live ranges at"):  # what follows repeats those at the peak
-      break
     if found := _ORDER.fullmatch(line):
       order.append(found[2])
     elif found := _LIFE.fullmatch(line):
