@@ -36,8 +36,9 @@ from runtime import devices
 from tests.docs.pages import write_section
 from training import setup, splits
 from training.optimizers.build import make_optimizer
-from training.optimizers.spec import OptimizerSpec, optimizer_spec
+from training.optimizers.spec import OptimizerSpec
 from training.schedules import learning_rate_schedule
+from training.specs import resolve
 from training.state import State
 from training.step import Program
 
@@ -252,7 +253,7 @@ class Bench:
       config = config_of(self.recipe, name, SETTINGS[name].prior, steps, self.overrides)
       job = setup.prepare(config, self._where)
       rate = jax.ShapeDtypeStruct((), jnp.float32)
-      step = functools.partial(step_at, job.program, optimizer_spec(job.config))
+      step = functools.partial(step_at, job.program, resolve(job.config).optimizer)
       given = job.state, job.batch, rate
       self._compiled[key] = job, job.compile(step, *given, donate_argnums=0).function
       self._initial = self._initial or job.compile_init().function

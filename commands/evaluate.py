@@ -19,8 +19,8 @@ from inference.task_evaluation import Result
 from processes.coordination import Lockstep, current
 from processes.watchdog import EVALUATION, STARTING, Watchdog
 from runtime import exit_codes, files
-from training import reference, restore, splits
-from training.checkpointing import restore as checkpoints
+from training import base_parameters, reference, splits
+from training.checkpointing import integrity, reading
 from training.evaluation import Evaluator
 from training.metrics.console import ProgressLine, say
 
@@ -40,7 +40,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   preflight_facts.about_to_run(
     ready, {"held out": evaluation.source}, flags.workdir(), writes=False
   )
-  step, params, variables = restore.model_state(ready, location)
+  step, params, variables = base_parameters.model_state(ready, location)
   evaluation = reference.attached_to_evaluation(ready, evaluation, location, watch)
 
   def run() -> int:
@@ -70,7 +70,7 @@ def _prepare_tasks(watch: Watchdog) -> Callable[[], int]:
   tasks = task_evaluation.encode(text_spec(ready.config), read)
   digest = hashlib.sha256(repr(read).encode()).hexdigest()[:16]
   preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more={"tasks": digest})
-  step, params, variables = restore.model_state(ready, location)
+  step, params, variables = base_parameters.model_state(ready, location)
   folder = _folder(location)
   if current().first:
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,10 +107,10 @@ def _folder(location: str) -> epath.Path:
   if flags.WORKDIR.value:
     return flags.workdir() / FOLDER
   try:
-    run, _ = checkpoints.parse_location(location)
+    run, _ = reading.parse_location(location)
   except ValueError:  # a model folder, which is no run
     return flags.workdir() / FOLDER
-  return (run.parent if run.name == checkpoints.FOLDER else run) / FOLDER
+  return (run.parent if run.name == integrity.FOLDER else run) / FOLDER
 
 
 def text(results: Sequence[Result], step: int) -> str:

@@ -16,9 +16,9 @@ from processes import preemption, preflight
 from processes.watchdog import STARTING, Watchdog
 from runtime import exit_codes, files
 from runtime.suggest import nearest
-from training import base_parameters, restore, run_tokenizer
+from training import base_parameters, run_tokenizer
 from training.base_parameters import Base
-from training.checkpointing import restore as checkpoints
+from training.checkpointing import reading
 from training.checkpointing.consensus import Together
 from training.metrics.console import say
 from training.setup import Job
@@ -44,7 +44,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   files.require_space(folder.path, plan.bytes, "the export", "give another --to")
   more = {"to": str(folder.final), "files": [file.header().hex()[:64] for file in plan.files]}
   preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more=more)
-  step, params, _ = restore.model_state(ready, location)
+  step, params, _ = base_parameters.model_state(ready, location)
   if config.lora.rank and not flags.MERGE.value:
     plan, what = _planned(ready, location, _base(location, step))
   seconds = config.processes.start_timeout_seconds
@@ -124,7 +124,7 @@ def _dtype(source: object, own: str) -> str:
 
 def _checkpoints(location: str) -> epath.Path | None:
   """Returns the folder of a run's checkpoints; None of a model folder."""
-  return None if hf_folder.is_model(location) else checkpoints.parse_location(location)[0]
+  return None if hf_folder.is_model(location) else reading.parse_location(location)[0]
 
 
 def _base(location: str, step: int) -> Base | None:

@@ -27,7 +27,7 @@ from processes.coordination import current
 from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
 from runtime import devices
-from training import loop, restore, run_tokenizer, splits
+from training import base_parameters, loop, restore, run_tokenizer, splits
 from training.callbacks import Callback
 from training.metrics import log_lines
 from training.metrics.log_lines import FILE
@@ -81,7 +81,7 @@ def load(config: ConfigDict, location: str, simulate: bool = True) -> tuple[Job,
   """
   run_tokenizer.adopt(config, location)
   job = building.job(config, _devices(config, simulate=simulate))
-  _, params, variables = restore.model_state(job, location)
+  _, params, variables = base_parameters.model_state(job, location)
   return job, params, variables
 
 

@@ -8,7 +8,7 @@ from etils import epath, epy
 
 from input_pipeline.source import Source
 from processes.coordination import current
-from training.checkpointing import restore
+from training.checkpointing import integrity
 from training.setup import Job
 
 with epy.lazy_imports():  # which a single process does not need
@@ -45,7 +45,7 @@ def about_to_run(
     "devices of each process": len(jax.local_devices()),
     "kind of device": job.mesh.local_devices[0].device_kind,
     "mesh": job.devices.sizes,
-    "checkpoints": restore.steps(workdir / restore.FOLDER),
+    "checkpoints": integrity.steps(workdir / integrity.FOLDER),
     **(more or {}),
   }
   if "folder" in job.config.model:

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from configs import base
 from runtime import extensions, files, forms
 from training import workdir_files
-from training.checkpointing import integrity
+from training.checkpointing import integrity, reading
 
 
 def get_config(location: str) -> ConfigDict:
@@ -93,7 +93,7 @@ def _saved(folder: epath.Path) -> tuple[epath.Path, dict[str, Any], dict[str, st
     if not steps:
       raise ValueError(f"it has neither {given.name} nor {resolved.name} nor a checkpoint")
     origin = folder / "checkpoints" / str(max(steps))
-    found = integrity.read_json(origin, integrity.CONFIG)
+    found = reading.read_json(origin, integrity.CONFIG)
   return origin, forms.flat(found), config_files
 
 

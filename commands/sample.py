@@ -25,7 +25,7 @@ from processes.preemption import AGAIN_SECONDS, StopRequest
 from processes.watchdog import STARTING, Watchdog
 from runtime import exit_codes
 from runtime.printable import printable
-from training import restore
+from training import base_parameters
 from training.metrics.console import say, say_wrapped
 from training.setup import Job
 
@@ -131,7 +131,7 @@ def _restored(ready: Job, location: str, prompts: object) -> TrainedModel:
   """Returns the checkpoint's model, once all processes are about to do the same with it."""
   digest = hashlib.sha256(repr(prompts).encode()).hexdigest()[:16]
   preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more={"prompts": digest})
-  _, params, variables = restore.model_state(ready, location)
+  _, params, variables = base_parameters.model_state(ready, location)
   return TrainedModel(ready, params, variables)
 
 

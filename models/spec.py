@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from models import mup
+from partitioning.dtypes import wide_dtype
 from partitioning.parallel.sharded_function import Residual
 from partitioning.rules import Dim
 from runtime.extensions import registered_names
@@ -63,6 +64,7 @@ class ModelSpec(abc.ABC):
 
   Attributes:
     kind: which of the project's models it is; one that extends this spec is of that kind.
+    parameter_dtype: that parameters are drawn in: float32, or wider where they are stored so.
     widths: for muP.
     lora: the adapters of linear layers.
   """
@@ -110,7 +112,7 @@ class ModelSpec(abc.ABC):
     """
     training = sections["training"]
     given |= {
-      "parameter_dtype": jnp.dtype(training["parameter_dtype"]),
+      "parameter_dtype": wide_dtype(jnp.dtype(training["parameter_dtype"])),
       "compute_dtype": jnp.dtype(training["compute_dtype"]),
       "widths": mup.widths(sections["model"]),
       "lora": Lora(**_fields(Lora, [sections["lora"]])),

@@ -5,7 +5,6 @@ training: it is given shapes, letters, tables, and a function that traces the pr
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +12,6 @@ import jax
 
 from partitioning import rules
 from partitioning.constraints import ActivationLayout, activation_layout
-from partitioning.optimizer_state import place_optimizer
 from partitioning.rules import (
   Failure,
   LayoutError,
@@ -21,12 +19,8 @@ from partitioning.rules import (
   Overrides,
   Placement,
   Table,
-  bytes_per_device,
-  copies,
-  replicated_bytes,
   resolve,
   shape_text,
-  size_text,
 )
 
 TABLES = ("parameters", "activations", "optimizer")
@@ -89,7 +83,7 @@ def check_layout(
   parameters, failures = rules.place_parameters(
     params, names, legend, tables["parameters"], sizes, overrides
   )
-  states, wrong = place_optimizer(
+  states, wrong = rules.place_optimizer(
     optimizer, parameters, legend, tables["optimizer"], sizes, overrides, init=optimizer_init
   )
   if not failures:  # else the parameters' failures would be repeated
@@ -112,7 +106,8 @@ def check_layout(
   if not failures:
     every = [placement for section in placements.values() for placement in section.values()]
     failures = rules.unused_axes(sizes, rules.used_axes(every) | activations.axes())
-    failures += _replicated(placements, sizes, max_replicated_bytes)
+    state = [*parameters.values(), *states.values()]
+    failures += rules.over_replicated(state, sizes, max_replicated_bytes)
   if failures:
     raise LayoutError(dict.fromkeys(failures))
   return Layout(placements, activations)
@@ -127,24 +122,3 @@ def _of_activations(activations: ActivationLayout, known: list[Failure]) -> list
     for failure in one.failures
     if failure.cause not in causes
   ]
-
-
-def _replicated(
-  placements: Mapping[str, Mapping[str, Placement]], sizes: Mapping[str, int], limit: int | None
-) -> list[Failure]:
-  """Returns a failure if more is replicated than allowed."""
-  state = [*placements["parameters"].values(), *placements["optimizer"].values()]
-  count = replicated_bytes(state, sizes)
-  if limit is None or count <= limit:
-    return []
-  devices = math.prod(sizes.values())
-  largest = max(
-    (placement for placement in state if copies(placement, sizes) == devices),
-    key=lambda placement: bytes_per_device(placement, sizes),
-  )
-  text = (
-    f"{size_text(count)} per device are replicated; partitioning.max_replicated_bytes={limit} "
-    f"({size_text(limit)}); the largest is {largest.name} {shape_text(largest.shape)}; split its "
-    "dims in partitioning.parameters"
-  )
-  return [Failure(text)]

@@ -27,7 +27,7 @@ from planning.step_facts import StepFacts
 from runtime.layer_kinds import sparse_layers
 from training.optimizers import first_order
 from training.optimizers.build import matrix_groups
-from training.optimizers.spec import optimizer_spec
+from training.specs import resolve
 
 _DECODER, _ENCODER = "transformer", "vit"  # of other models only parameters have terms
 _LATENTS = "latent vectors"
@@ -264,7 +264,7 @@ def matrix_exchanges(step: StepFacts) -> Iterator[Term]:
   its bases. With ZeRO-1 moments are split over `data` too, and exchanged along it.
   """
   sizes, trained = step.sizes, step.program.split(step.program.params)[0]
-  for how, group in matrix_groups(optimizer_spec(step.keys), trained, sizes):
+  for how, group in matrix_groups(resolve(step.keys).optimizer, trained, sizes):
     of, itemsize = f"matrices of {group.shape[0]} x {group.shape[1]}", how.dtype.itemsize
     axes = tuple(axis for axis in sizes if axis in group.exchanged)
     for move in how.moves(group):

@@ -28,7 +28,6 @@ from partitioning.parallel.pipeline_schedule import GPIPE
 from planning.roofline import Work
 from planning.step_facts import StepFacts
 from training.optimizers.build import matrix_groups
-from training.optimizers.spec import optimizer_spec
 from training.specs import resolve
 from training.step import make_program
 
@@ -548,7 +547,7 @@ def of_matrices(step: StepFacts) -> list[tuple[Work, int, bool]]:
   """Returns (work, runs, whether in float32) of matmuls of whole matrices on one device."""
   trained = step.program.split(step.program.params)[0]
   found = []
-  for how, group in matrix_groups(optimizer_spec(step.keys), trained, step.sizes):
+  for how, group in matrix_groups(resolve(step.keys).optimizer, trained, step.sizes):
     function, given = how.computed(group)
     tracer = _Tracer(1.0)
     jaxpr = jax.make_jaxpr(function)(*given).jaxpr

@@ -17,6 +17,7 @@ from typing import Any
 from etils import epath
 
 from processes.coordination import Group, NotTogetherError
+from runtime import forms
 
 _MOST_LINES = 12
 _MOST_KINDS = 64  # distinct sets of facts that are compared
@@ -79,13 +80,9 @@ def _verdict(group: Group, stage: str) -> dict[str, Any]:
   for indices in sorted(holders.values(), key=min)[:_MOST_KINDS]:
     facts = group.get(f"facts/{stage}/{min(indices)}") or {}
     shown |= dict.fromkeys(indices, facts)
-  lines = differences(shown)
-  more = [f"  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
-  text = (
-    "the processes differ; a collective would hang or compute nonsense:\n"
-    + "\n".join([f"  {line}" for line in lines[:_MOST_LINES]] + more)
-    + "\nstart all with the same command, code and libraries"
-  )
+  head = "the processes differ; a collective would hang or compute nonsense:"
+  found = forms.refusal(head, differences(shown), _MOST_LINES)
+  text = f"{found}\nstart all with the same command, code and libraries"
   return {"text": text, "examples": sorted(map(min, holders.values()))[:2]}
 
 

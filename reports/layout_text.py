@@ -29,8 +29,8 @@ from runtime.rematerialization import OFFLOAD, RECOMPUTE, SAVE
 from training import compiler_options, named_activations
 from training.named_activations import Named
 from training.optimizers.build import matrix_groups
-from training.optimizers.spec import optimizer_spec
 from training.setup import Job
+from training.specs import resolve
 from training.step import Program
 
 with epy.lazy_imports():  # of steps with several microbatches
@@ -278,7 +278,7 @@ def matrix_lines(job: Job) -> list[str]:
   """Returns a line for each group of matrices that an update brings whole to devices."""
   trained = job.program.split(job.program.params)[0]
   lines = []
-  for _, group in matrix_groups(optimizer_spec(job.config), trained, job.devices.sizes):
+  for _, group in matrix_groups(resolve(job.config).optimizer, trained, job.devices.sizes):
     rows, columns = group.shape
     moves = [
       f"{how} along {'+'.join(axes)}"

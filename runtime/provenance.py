@@ -26,7 +26,6 @@ NUMERICS = (
   "partitioning/dtypes.py",
   "partitioning/parallel",
   "partitioning/mesh.py",  # the order of devices is the order of sums
-  "partitioning/optimizer_state.py",
   "partitioning/rules.py",
   "partitioning/verdict.py",  # placement
   "training/reference.py",  # of preferences

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from input_pipeline import position
 from input_pipeline.position import Position, Ranges
-from input_pipeline.ramp import Ramp, until
+from input_pipeline.ramp import Ramp
 
 # Of a checkpoint's record.
 RECORD, POSITION = "bad_steps", "position"
@@ -82,7 +82,7 @@ class BadSteps:
     ramp = Ramp.of(self._data)
     later = [stage for stage in ramp.rows if stage[0] > done]
     restored = (
-      _position(record, ramp)
+      restored_position(record, ramp)
       .resumed(done, ramp.shape(done).rows, later)
       .skipping(self._data.skip_rows, *(rollback.skipped_rows for rollback in self.rollbacks))
     )
@@ -184,66 +184,7 @@ class BadSteps:
     )
 
 
-def require_same_past(data: ConfigDict, record: Mapping[str, Any], done: int) -> None:
-  """Checks that the steps of a checkpoint have skipped the rows that the run skips now.
-
-  Args:
-    data: the section of now.
-    record: the checkpoint's.
-    done: its step.
-
-  Raises:
-    ValueError: data.skip_rows adds or removes rows that the run has passed.
-  """
-  old = _position(record, Ramp.of(data))
-  made = (Rollback.read(values) for values in record.get(RECORD, {}).get("rollbacks", ()))
-  new = old.skipping(data.skip_rows, *(rollback.skipped_rows for rollback in made))
-  reached = old.reached(done)
-  if wrong := position.differing(old.skipped, new.skipped, reached):
-    raise ValueError(
-      f"data.skip_rows={tuple(data.skip_rows)}: the {done} steps that are done have passed "
-      f"the rows up to {reached - 1}, and treated the rows {position.text(wrong)} differently; "
-      f"name rows from {reached} on, or start a new run with another --workdir"
-    )
-
-
-def require_same_ramps(
-  old: Mapping[str, Any], data: ConfigDict, record: Mapping[str, Any], done: int
-) -> None:
-  """Checks that the steps of a checkpoint had the shapes that the ramps of the run say.
-
-  Args:
-    old: the section `data` of the checkpoint's config.
-    data: of now.
-    record: the checkpoint's.
-    done: its step.
-
-  Raises:
-    ValueError: a ramp changes a step that is done.
-  """
-  ours, before = Ramp.of(data), Ramp.of(old)
-  position = _position(record, before)
-  was = {
-    "batch_size_ramp": [(phase.step, phase.batch) for phase in position.phases],
-    "sequence_length_ramp": before.lengths(data.sequence_length),
-  }
-  now = {
-    "batch_size_ramp": ours.rows,
-    "sequence_length_ramp": ours.lengths(data.sequence_length),
-  }
-  for key, stages in was.items():
-    if key == "batch_size_ramp" and not data[key]:
-      continue  # another size from here on
-    entered, wanted = (until(given, done) for given in (stages, now[key]))
-    if entered != wanted:
-      raise ValueError(
-        f"data.{key}: up to step {done}, which is done, it was {entered} and is now {wanted}; "
-        f"change stages that begin at step {done} or later, or start a new run with another "
-        f"--workdir"
-      )
-
-
-def _position(record: Mapping[str, Any], ramp: Ramp) -> Position:
+def restored_position(record: Mapping[str, Any], ramp: Ramp) -> Position:
   """Returns the position in a record; that of a new run if the record is {}."""
   if POSITION not in record:
     return Position.of(ramp.rows)

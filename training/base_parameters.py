@@ -1,4 +1,4 @@
-"""Parameters that a run starts from and does not train: read where they are, and never saved again.
+"""Parameters of runs and model folders: to start from without training them, and to evaluate.
 
 A run with `checkpoint.initialize_from` and frozen parameters saves only those that it trains. The
 record of its checkpoints says where the others are, and identifies them by a digest.
@@ -20,14 +20,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from interop import hf_folder
 from models import model_spec
 from partitioning.rules import named_leaves, nested
-from training.checkpointing import integrity, restore
-from training.checkpointing.integrity import Verified
+from training import averages, run_record
+from training.checkpointing import integrity, reading
+from training.checkpointing.consensus import Together
+from training.checkpointing.integrity import BASE, PARAMETERS, VARIABLES, Verified, warn_once
+from training.metrics.console import Waiting
 from training.replica_check import content_digests
 from training.setup import Job
-from training.state import State, merged
+from training.state import State, merged, split
 
 ADAPTERS = "*/lora_*"  # their names
-_PREFIX = f"{restore.PARAMETERS}/"
+_PREFIX = f"{PARAMETERS}/"
 _KEY = "checkpoint.initialize_from"
 _SHOWN = 12  # characters of a digest in a message
 
@@ -51,17 +54,17 @@ class Base:
   @classmethod
   def of(cls, record: Mapping[str, Any]) -> "Base | None":
     """Returns what a checkpoint's record says; None where the checkpoint has all parameters."""
-    return cls(**record[restore.BASE]) if restore.BASE in record else None
+    return cls(**record[BASE]) if BASE in record else None
 
   @classmethod
   def of_step(cls, location: str, step: int) -> "Base | None":
     """Returns what the record of a step says that has been read; see `of`."""
-    folder, _ = restore.parse_location(location)
-    return cls.of(integrity.read_json(folder / str(step), integrity.RECORD))
+    folder, _ = reading.parse_location(location)
+    return cls.of(reading.read_json(folder / str(step), integrity.RECORD))
 
   def record(self) -> dict[str, Any]:
     """Returns its part of a checkpoint's record."""
-    return {restore.BASE: dataclasses.asdict(self)}
+    return {BASE: dataclasses.asdict(self)}
 
   @property
   def location(self) -> str:
@@ -218,36 +221,36 @@ class ParameterReader:
       return self._of_adapter(location, wanted)
     if hf_folder.is_model(location):
       return self._of_model_folder(location, wanted)
-    folder, chosen = restore.parse_location(location)
-    if chosen is None and step in restore.steps(folder):
+    folder, chosen = reading.parse_location(location)
+    if chosen is None and step in integrity.steps(folder):
       chosen = step
     known = named_leaves(self.job.state.params).keys()
 
     def saved_part(checkpoint: Verified) -> dict[str, Any]:
       there = {
         name.removeprefix(_PREFIX): x
-        for name, x in restore.stored_arrays(checkpoint.path).items()
+        for name, x in reading.stored_arrays(checkpoint.path).items()
         if name.startswith(_PREFIX)
       }
-      partial = restore.BASE in checkpoint.record
+      partial = BASE in checkpoint.record
       expected = {n: x for n, x in wanted.items() if n in there or not (partial or n in optional)}
       there = {
         name: _as_wanted(x, wanted.get(name))
         for name, x in there.items()
         if name in wanted or name not in known
       }
-      restore.require_same(checkpoint.path, restore.differences(there, expected))
+      reading.require_same(checkpoint.path, reading.differences(there, expected))
       self.require_same_adapters(checkpoint, ("alpha", "rs"))
-      return {restore.PARAMETERS: nested(expected)}
+      return {PARAMETERS: nested(expected)}
 
-    found, tree = restore.restore_branches(
+    found, tree = reading.restore_branches(
       *(folder, saved_part, chosen),
       verify=self.job.config.checkpoint.verify,
-      warn=restore.warn_once,
+      warn=warn_once,
       together=self.job.consensus,
       compared=True,
     )
-    arrays = named_leaves(tree[restore.PARAMETERS])
+    arrays = named_leaves(tree[PARAMETERS])
     rest = {name: x for name, x in wanted.items() if name not in arrays}
     if rest and (base := Base.of(found.record)) is not None:
       more, _ = self._frozen(base, rest, base.folder, str(folder))
@@ -308,7 +311,7 @@ class ParameterReader:
       ValueError: its tensors are not the model's.
     """
     where = self.job.config.checkpoint.initialize_from
-    if restore.steps(workdir / restore.FOLDER):
+    if integrity.steps(workdir / integrity.FOLDER):
       return
     if hf_folder.is_adapter(where):
       where = self.job.config.model.get("folder") or where
@@ -318,7 +321,7 @@ class ParameterReader:
       spec = model_spec(self.job.config)
       source = read_weights.open_folder(where, spec, _KEY)
       for line in read_weights.differing_keys(spec, source.described):
-        restore.warn_once(f"WARNING: {line}")
+        warn_once(f"WARNING: {line}")
 
   def require_same_adapters(
     self, checkpoint: Verified, keys: Collection[str] = ("rank", "targets", "alpha", "rs")
@@ -342,3 +345,82 @@ def _as_wanted(stored: Any, wanted: Any) -> Any:
   if wanted is not None and "bfloat16" in kinds and all("float" in kind for kind in kinds):
     return jax.ShapeDtypeStruct(stored.shape, wanted.dtype)
   return stored
+
+
+# ------------------------------ of a trained run ------------------------------
+
+
+def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
+  """Returns (step, parameters, variables) of a run, placed as the job's, to evaluate and sample.
+
+  Parameters that the run has not saved are read from its base, or from the job's
+  `checkpoint.initialize_from`.
+
+  Args:
+    job: whose model and mesh they are for.
+    location: `DIR[/STEP]`, DIR a workdir or its folder of checkpoints; or a model folder, which is
+      step 0.
+
+  Raises:
+    ValueError: no such checkpoint, or one of another model; or its base is missing or another.
+  """
+  reader = ParameterReader(job)
+  if hf_folder.is_model(location):
+    if decay := job.config.evaluation.ema_decay:
+      raise ValueError(f"evaluation.ema_decay={decay:g}: {location} is a model without averages")
+    wanted = named_leaves(job.placed_state.params)
+    _, _, arrays = reader.read(location, wanted, optional=reader.adapters)
+    if arrays.keys() == wanted.keys() and not job.state.variables:
+      # Without the optimizer's state, which is twice as large.
+      return 0, nested(arrays), {}
+    state, _, _ = reader.initial_state(location)
+    return 0, state.params, state.variables
+  folder, step = reading.parse_location(location)
+
+  def saved_part(checkpoint: Verified) -> dict[str, Any]:
+    reader.require_same_adapters(checkpoint)
+    params, variables = job.placed_state.params, job.placed_state.variables
+    if BASE in checkpoint.record:
+      there = reading.stored_arrays(checkpoint.path)
+      params, _ = split(params, lambda name: f"{PARAMETERS}/{name}" in there)
+    return {PARAMETERS: params, VARIABLES: variables}
+
+  given = {"verify": job.config.checkpoint.verify, "warn": warn_once, "together": job.consensus}
+  with Waiting(f"restoring the parameters of {folder}").show():
+    found, tree = reading.restore_branches(folder, saved_part, step, **given)
+  base = Base.of(run_record.read(found)) if BASE in found.record else None
+  params, _ = reader.completed(tree[PARAMETERS], base, str(folder))
+  if decay := job.config.evaluation.ema_decay:
+    trained, _ = job.program.split(job.placed_state.params)
+    average = _average(found, trained, decay, job.consensus)
+    params = merged(average, job.program.split(params)[1])
+  return found.step, params, tree[VARIABLES]
+
+
+def _average(checkpoint: Verified, wanted: Any, decay: float, together: Together) -> Any:
+  """Returns an average of the trained parameters of a checkpoint that was read.
+
+  Args:
+    checkpoint: whose files have been verified.
+    wanted: abstract, with the parameters' shardings.
+    decay: which average.
+    together: the processes.
+
+  Raises:
+    ValueError: the step has no average with this decay; with those that it has.
+  """
+  branch, key, path = "optimizer", averages.key(decay), checkpoint.path
+  names = reading.stored_arrays(path)
+  parts = (name.split("/") for name in names if name.startswith(f"{branch}/{averages.FIELD}/"))
+  if key not in (there := sorted({part[2] for part in parts})):
+    known = ", ".join(one.replace("_", ".") for one in there)
+    known = known or "none (optimizer.ema_decays was not set)"
+    raise ValueError(f"evaluation.ema_decay={decay:g}: {path} has no such average; it has {known}")
+  found = reading.read_arrays(
+    dataclasses.replace(checkpoint, large=()),
+    {branch: {averages.FIELD: {key: wanted}}},
+    branches=(branch,),
+    together=together,
+    compared=True,
+  )
+  return found[branch][averages.FIELD][key]

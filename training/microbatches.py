@@ -51,7 +51,7 @@ REDUCTION, REDUCED = "training.gradient_reduction", "data"
 def reduced_once_over(
   spec: StepSpec, sizes: Sizes, parameters: Placements, variables: Any
 ) -> str | None:
-  """Returns the mesh axis over which gradients are reduced once per step, or None.
+  """Returns the mesh axis over which gradients of microbatches are reduced once, or None.
 
   `variables` are those of the model.
 
@@ -59,7 +59,7 @@ def reduced_once_over(
     ValueError: `training.gradient_reduction=step`, and that is not possible.
   """
   asked = spec.gradient_reduction
-  if asked == "microbatch" or spec.microbatches_on(sizes) == 1 or sizes[REDUCED] == 1:
+  if asked == "microbatch" or sizes[REDUCED] == 1:
     return None
   why = _reduction_obstacle(spec, sizes, parameters, variables)
   if why and asked == "step":

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from input_pipeline import ramp
 from partitioning.rules import named_leaves, shape_text
+from runtime import forms
 from training.averages import FIELD, Averaged
 from training.schedules import CONSTANT
 from training.setup import Job
@@ -142,12 +143,9 @@ def bring_together(jobs: Sequence[Job]) -> list[Data]:
   lines += _other_arrays(*({f"batch/{name}": x for name, x in job.batch.items()} for job in jobs))
   lines += _other_arrays(*(named_leaves(job.state.params) for job in jobs))
   if lines:
-    more = [f"and {len(lines) - _MOST_NAMED} more"] if len(lines) > _MOST_NAMED else []
-    raise ValueError(
-      "the two do not train the same parameters on the same batches:\n"
-      + "\n".join(f"  {line}" for line in lines[:_MOST_NAMED] + more)
-      + "\n--set key=value sets a key on both sides"
-    )
+    head = "the two do not train the same parameters on the same batches:"
+    fix = "\n--set key=value sets a key on both sides"
+    raise ValueError(f"{forms.refusal(head, lines, _MOST_NAMED)}{fix}")
   return data
 
 

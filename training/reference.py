@@ -24,7 +24,7 @@ from processes.coordination import Lockstep, current
 from processes.watchdog import STARTING, Watchdog
 from runtime import files
 from training import base_parameters, restore
-from training.checkpointing import restore as checkpoints
+from training.checkpointing import integrity, reading
 from training.metrics.console import say
 from training.setup import Job
 from training.splits import Data
@@ -68,10 +68,10 @@ def attached_to_evaluation(
 def run_folder(location: str) -> epath.Path:
   """Returns the folder of the run whose checkpoint is at `DIR[/STEP]`."""
   try:
-    folder, _ = checkpoints.parse_location(location)
+    folder, _ = reading.parse_location(location)
   except ValueError:  # a model folder
     return epath.Path(location)
-  return folder.parent if folder.name == checkpoints.FOLDER else folder
+  return folder.parent if folder.name == integrity.FOLDER else folder
 
 
 def _writing(require: Callable[[], None]) -> Write | None:

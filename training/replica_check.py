@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from partitioning.rules import HOST, named_leaves
 from processes.coordination import current
+from runtime import forms
 from training.bad_steps import TrainingStoppedError
 from training.state import State
 
@@ -283,9 +284,7 @@ def _named(state: State) -> dict[str, Any]:
 
 def _text(step: int, found: Sequence[Difference], leaves: Mapping[str, Any]) -> str:
   """Returns the message: which devices, then array by array."""
-  lines = [f"  {_line(one, leaves[one.name].shape)}" for one in found]
-  if len(lines) > _MOST_LINES:
-    lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
+  lines = forms.first([_line(one, leaves[one.name].shape) for one in found], _MOST_LINES)
   counts = collections.Counter(device for one in found if one.right for device in one.wrong)
   if counts:
     named = _devices([device for device, _ in counts.most_common()])
@@ -294,7 +293,7 @@ def _text(step: int, found: Sequence[Difference], leaves: Mapping[str, Any]) -> 
     verdict = "there is no majority, so it is not known which device is wrong"
   return (
     f"step {step}: copies of the state differ, which must be the same to the bit: {verdict}:\n"
-    + "\n".join(lines)
+    + "\n".join(f"  {line}" for line in lines)
     + f"\nThis step is not saved. Run the same command again to resume from the last checkpoint; "
     f"if the same device is named again, leave it out. Where many differ at once after few steps, "
     f"a collective or an operation of this platform may not give the same bits everywhere: {KEY}=0 "

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,34 +10,27 @@ from etils import epath, epy
 from ml_collections import ConfigDict
 
 from input_pipeline.source import Source
-from partitioning.rules import named_leaves, nested
 from processes.coordination import current
 from processes.workdir_lease import Ownership
 from runtime import files, forms
-from runtime.forms import ANY, COUNT, NUMBER, TEXT, Each, Exactly, Kind, OrNull, is_number, is_whole
 from runtime.provenance import code_files, versions
 from training import bad_steps as rollback
 from training import run_tokenizer, schedules, splits, workdir_files
 from training.checkpointing import integrity
-from training.checkpointing import restore as checkpoint_restore
 from training.checkpointing.checkpointer import Checkpointer
-from training.checkpointing.consensus import Together
-from training.checkpointing.integrity import Verified
-from training.checkpointing.restore import BASE, FOLDER, PARAMETERS, VARIABLES, warn_once
-from training.metrics import log_lines
+from training.checkpointing.integrity import BASE, FOLDER, PARAMETERS, Verified, warn_once
 from training.metrics.console import Waiting
 from training.metrics.log_lines import evaluated
 from training.setup import Job
-from training.state import State, merged, split
+from training.state import State, merged
 from training.step import Program
 
 if TYPE_CHECKING:
   from training.base_parameters import Base, ParameterReader
 
 with epy.lazy_imports():  # of runs that resume, or whose parameters are elsewhere
-  from interop import hf_folder
-  from training import averages, base_parameters
-  from training.checkpointing import resume_policy
+  from training import base_parameters, run_record
+  from training.checkpointing import reading, resume_policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +117,7 @@ class Start:
         found, tree = checkpointer.restore_verified(abstract)
       params = merged(tree[PARAMETERS], frozen)
       state = State(**{**tree, PARAMETERS: params})
-      step, record = found.step, _record(found)
+      step, record = found.step, run_record.read(found)
       checkpointer.remove_after(step)
     return bad_steps.roll_back(bad_step, why, step, saved, record), state
 
@@ -148,9 +141,9 @@ def adopt_schedule(config: ConfigDict, workdir: epath.Path) -> bool:
     Whether there is a run to continue.
   """
   folder, keys = workdir / FOLDER, config.optimizer
-  for step in reversed(checkpoint_restore.steps(folder)):
+  for step in reversed(integrity.steps(folder)):
     try:
-      before = integrity.read_json(folder / str(step), integrity.CONFIG)
+      before = reading.read_json(folder / str(step), integrity.CONFIG)
       old, steps = before["optimizer"], before["training"]["steps"]
       given = [key for key in _SCHEDULE if keys[key] is not None]
       same = all(keys[key] == old.get(key, keys[key]) for key in given)
@@ -210,7 +203,7 @@ class RunCheckpoints:
     self.require_room(part=True)
     workdir_files.require_plain(self.workdir)
     record = self._record_of(source)
-    if not checkpoint_restore.steps(self.folder):
+    if not integrity.steps(self.folder):
       if accept:
         raise ValueError(f"--accept-changes: {self.workdir} has no checkpoints to resume from")
       self.require_room(part=fresh)
@@ -218,7 +211,7 @@ class RunCheckpoints:
     verify = self.job.config.checkpoint.verify
     with Checkpointer(self.folder, read_only=True, verify=verify) as checkpoints:
       newest = checkpoints.verified()
-    self.require_room(part=BASE in _record(newest))
+    self.require_room(part=BASE in run_record.read(newest))
     return self._require_same_run(record, newest, accept), newest
 
   def _record_of(self, source: Source) -> dict[str, Any]:
@@ -237,10 +230,8 @@ class RunCheckpoints:
     self, record: dict[str, Any], newest: Verified, accept: Sequence[str]
   ) -> dict[str, Any]:
     """Returns the record with the accepted changes; raises ValueError for what may not change."""
-    old_record, data = _record(newest), self.job.config.data
-    rollback.require_same_past(data, old_record, newest.step)
-    _require_same_stages(newest.config["data"], data, newest.step)
-    rollback.require_same_ramps(newest.config["data"], data, old_record, newest.step)
+    old_record, data = run_record.read(newest), self.job.config.data
+    run_record.require_same_data(newest.config["data"], data, old_record, newest.step)
     return resume_policy.changes(
       newest.config,
       forms.plain(self.job.config),
@@ -282,7 +273,7 @@ class RunCheckpoints:
     )
     if checkpointer.steps():
       found, state, base = self._restored(checkpointer, newest or checkpointer.verified())
-      step, known = found.step, _record(found)
+      step, known = found.step, run_record.read(found)
       origin = f"resumes from the checkpoint of step {step}"
       old, new = found.config, self.job.config
       totals = old["training"]["steps"], new.training.steps
@@ -306,7 +297,7 @@ class RunCheckpoints:
       known: a checkpoint that has been compared.
       step: which; None: the newest that can be read.
     """
-    base = base_parameters.Base.of(_record(known))
+    base = base_parameters.Base.of(run_record.read(known))
     with Waiting("restoring the checkpoint").show():
       saved = self.saved_part(self.job.placed_state, base)
       found, tree = checkpointer.restore_verified(saved, step=step, known=known)
@@ -334,7 +325,7 @@ class RunCheckpoints:
       raise ValueError(f"--step={step}: the steps of the run are 1 to training.steps={last}")
     together = self.job.consensus
     # All use the list of one process: a live owner of the workdir may be removing a step.
-    there = json.loads(together.from_first(json.dumps(checkpoint_restore.steps(self.folder))))
+    there = json.loads(together.from_first(json.dumps(integrity.steps(self.folder))))
     if not there:
       if accept:
         raise ValueError(f"--accept-changes: {self.workdir} has no checkpoints to compare with")
@@ -348,11 +339,11 @@ class RunCheckpoints:
       known = checkpoints.verified(earlier[-1] if earlier else there[0])
       self._require_same_run(self._record_of(source), known, accept)
       if not earlier:
-        state, origin, _ = first_state(self.job, base_parameters.Base.of(_record(known)))
+        state, origin, _ = first_state(self.job, base_parameters.Base.of(run_record.read(known)))
         return state, 0, {}, origin
       found, state, _ = self._restored(checkpoints, known, known.step)
     self.job.check_placed(state)
-    return state, found.step, _record(found), f"restored {found.path}"
+    return state, found.step, run_record.read(found), f"restored {found.path}"
 
   def saved_part(self, state: State, base: "Base | None") -> dict[str, Any]:
     """Returns the part of a state, or of an abstract one, that a run with this base saves."""
@@ -378,27 +369,6 @@ def trained_part(program: Program, state: State) -> dict[str, Any]:
   return {**vars(state), PARAMETERS: program.changing(state.params)[0]}
 
 
-def _require_same_stages(old: Mapping[str, Any], data: ConfigDict, done: int) -> None:
-  """Raises ValueError where data.stages differ in a stage that the run has entered."""
-
-  def entered(stages: Any) -> list[Any]:
-    return json.loads(json.dumps([stage for stage in stages if stage[0] <= done]))
-
-  before, now = entered(old.get("stages", ())), entered(data.stages)
-  if before != now:
-    raise ValueError(
-      f"data.stages: up to step {done}, which is done, they were {before or 'none'} and are now "
-      f"{now or 'none'}; change stages that begin after step {done}, or start a new run with "
-      f"another --workdir"
-    )
-
-
-def _record(checkpoint: Verified) -> dict[str, Any]:
-  """Returns the record of a checkpoint, whose form is checked."""
-  require_record(checkpoint.record, checkpoint.path)
-  return dict(checkpoint.record)
-
-
 def first_state(job: Job, base: "Base | None" = None) -> tuple[State, str, "Base | None"]:
   """Returns the initial state, a line about where it is from, and its base.
 
@@ -410,144 +380,3 @@ def first_state(job: Job, base: "Base | None" = None) -> tuple[State, str, "Base
   if where:
     return base_parameters.ParameterReader(job).initialized(where)
   return job.initial_state(), "starts from the first step", None
-
-
-def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
-  """Returns (step, parameters, variables) of a run, placed as the job's, to evaluate and sample.
-
-  Parameters that the run has not saved are read from its base, or from the job's
-  `checkpoint.initialize_from`.
-
-  Args:
-    job: whose model and mesh they are for.
-    location: `DIR[/STEP]`, DIR a workdir or its folder of checkpoints; or a model folder, which is
-      step 0.
-
-  Raises:
-    ValueError: no such checkpoint, or one of another model; or its base is missing or another.
-  """
-  reader = base_parameters.ParameterReader(job)
-  if hf_folder.is_model(location):
-    if decay := job.config.evaluation.ema_decay:
-      raise ValueError(f"evaluation.ema_decay={decay:g}: {location} is a model without averages")
-    wanted = named_leaves(job.placed_state.params)
-    _, _, arrays = reader.read(location, wanted, optional=reader.adapters)
-    if arrays.keys() == wanted.keys() and not job.state.variables:
-      # Without the optimizer's state, which is twice as large.
-      return 0, nested(arrays), {}
-    state, _, _ = reader.initial_state(location)
-    return 0, state.params, state.variables
-  folder, step = checkpoint_restore.parse_location(location)
-
-  def saved_part(checkpoint: Verified) -> dict[str, Any]:
-    reader.require_same_adapters(checkpoint)
-    params, variables = job.placed_state.params, job.placed_state.variables
-    if BASE in checkpoint.record:
-      there = checkpoint_restore.stored_arrays(checkpoint.path)
-      params, _ = split(params, lambda name: f"{PARAMETERS}/{name}" in there)
-    return {PARAMETERS: params, VARIABLES: variables}
-
-  given = {"verify": job.config.checkpoint.verify, "warn": warn_once, "together": job.consensus}
-  with Waiting(f"restoring the parameters of {folder}").show():
-    found, tree = checkpoint_restore.restore_branches(folder, saved_part, step, **given)
-  base = base_parameters.Base.of(_record(found)) if BASE in found.record else None
-  params, _ = reader.completed(tree[PARAMETERS], base, str(folder))
-  if decay := job.config.evaluation.ema_decay:
-    trained, _ = job.program.split(job.placed_state.params)
-    average = _average(found, trained, decay, job.consensus)
-    params = merged(average, job.program.split(params)[1])
-  return found.step, params, tree[VARIABLES]
-
-
-def _average(checkpoint: Verified, wanted: Any, decay: float, together: Together) -> Any:
-  """Returns an average of the trained parameters of a checkpoint that was read.
-
-  Args:
-    checkpoint: whose files have been verified.
-    wanted: abstract, with the parameters' shardings.
-    decay: which average.
-    together: the processes.
-
-  Raises:
-    ValueError: the step has no average with this decay; with those that it has.
-  """
-  branch, key, path = "optimizer", averages.key(decay), checkpoint.path
-  names = checkpoint_restore.stored_arrays(path)
-  parts = (name.split("/") for name in names if name.startswith(f"{branch}/{averages.FIELD}/"))
-  if key not in (there := sorted({part[2] for part in parts})):
-    known = ", ".join(one.replace("_", ".") for one in there)
-    known = known or "none (optimizer.ema_decays was not set)"
-    raise ValueError(f"evaluation.ema_decay={decay:g}: {path} has no such average; it has {known}")
-  found = checkpoint_restore.read_arrays(
-    dataclasses.replace(checkpoint, large=()),
-    {branch: {averages.FIELD: {key: wanted}}},
-    branches=(branch,),
-    together=together,
-    compared=True,
-  )
-  return found[branch][averages.FIELD][key]
-
-
-# ------------------------------ the form of a record ------------------------------
-# Digests show that a record is what was written, not that it is well-formed: another version or a
-# person may have written both. A malformed key is refused here by its name, before it causes an
-# error far from here.
-
-_NOT_FINITE = ("nan", "inf", "-inf")  # as they are written
-_METRIC = Kind("a number", lambda value: is_number(value) or value in _NOT_FINITE)
-
-
-def _is_position(value: Any) -> bool:
-  keys = {"step", "row", "batch"}
-  if not isinstance(value, list) or not value:
-    return False
-  if not all(isinstance(one, dict) and set(one) == keys for one in value):
-    return False
-  if not all(map(is_whole, (number for one in value for number in one.values()))):
-    return False
-  steps = [one["step"] for one in value]
-  return steps[0] == 0 and steps == sorted({*steps}) and all(one["batch"] > 0 for one in value)
-
-
-def _is_range(value: Any) -> bool:
-  if not isinstance(value, list) or len(value) != 2:
-    return False
-  return all(map(is_whole, value)) and value[0] < value[1]
-
-
-_POSITION = Kind("a list of step, row and batch, ascending from step 0,", _is_position)
-_SKIPPED = {"skipped_rows": [Kind("a range of rows", _is_range)]}
-
-# Keys that are missing or unknown belong to another version.
-RECORD_FORM = {
-  "versions": Each(TEXT),
-  "code_files": Each(TEXT),
-  "data": {"name": TEXT, "rows": TEXT},
-  "data_report": Each(NUMBER),
-  "accepted_changes": [Exactly({"step": COUNT, "key": TEXT, "old": ANY, "new": ANY})],
-  "metrics": Each(_METRIC),
-  "metrics_over": {"data": TEXT, "examples": COUNT},
-  BASE: Exactly({"folder": TEXT, "step": OrNull(COUNT), "dtype": TEXT, "digest": TEXT}),
-  rollback.POSITION: _POSITION,
-  rollback.RECORD: {
-    **_SKIPPED,
-    "rollbacks": [Exactly({"bad_step": COUNT, "why": TEXT, "step": COUNT, **_SKIPPED})],
-    "losses": [NUMBER],
-  },
-  log_lines.LINES: {"steps": COUNT, "evaluations": COUNT},
-}
-
-
-def require_record(record: Mapping[str, Any], path: epath.Path) -> None:
-  """Raises ValueError if a record is malformed, with the keys and the expected and actual values.
-
-  Args:
-    record: of a checkpoint.
-    path: of the checkpoint.
-  """
-  if wrong := list(forms.wrong(record, RECORD_FORM)):
-    raise ValueError(
-      f"{path}: its record is malformed, though its digests match: "
-      f"{'; '.join(forms.first(wrong, 8))}; move this step away to start from the one before, or "
-      f"give another --workdir"
-    )

@@ -14,12 +14,13 @@ from ml_collections import ConfigDict
 from input_pipeline import catalog
 from input_pipeline.text import tokenizer
 from runtime import files
-from training.checkpointing import restore
+from training.checkpointing import integrity
 from training.checkpointing.integrity import TOKENIZER
 
 with epy.lazy_imports():  # of runs with tokens other than bytes, or with a model folder
   from input_pipeline.text import tokenizer_files
   from interop import hf_folder
+  from training.checkpointing import reading
 
 
 def contents(data: ConfigDict, model: ConfigDict) -> dict[str, bytes]:
@@ -66,10 +67,10 @@ def of_checkpoint(location: str) -> epath.Path | None:
     location: as of `training.checkpointing.restore.parse_location`.
   """
   try:
-    folder, step = restore.parse_location(location)
+    folder, step = reading.parse_location(location)
   except (ValueError, OSError):
     return None  # whoever reads the checkpoint says what is wrong
-  steps = restore.steps(folder)
+  steps = integrity.steps(folder)
   if not steps:
     return None
   found = folder / str(steps[-1] if step is None else step) / TOKENIZER

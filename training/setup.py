@@ -292,13 +292,17 @@ def _sharded(
   specs = jax.tree.map(lambda sharding: sharding.spec, placed)
   spread = jax.tree.map(lambda leaf, spec: rules.spread(spec, leaf.shape, sizes), params, specs)
   program = dataclasses.replace(program, param_specs=specs, norm_specs=spread)
-  if not program.pipeline and spec.gradient_accumulation_steps == 1:
+  several = spec.microbatches_on(sizes) > 1
+  if not several and not program.pipeline:
     return program
+  once = None
+  if several:
+    once = microbatches.reduced_once_over(spec, sizes, parameters, program.variables)
   memory = _memory_of_device(devices) if program.pipeline else None
   return dataclasses.replace(
     program,
     gathered=microbatches.gathered_once(spec, sizes, parameters, program.trained, memory),
-    reduce_once_over=microbatches.reduced_once_over(spec, sizes, parameters, program.variables),
+    reduce_once_over=once,
   )
 
 
@@ -326,22 +330,23 @@ def _check_layout(resolved: Resolved, program: Program, state: State, mesh: Mesh
     LayoutError: with every failure of the last batches.
     ValueError: with those of the others.
   """
-  layout = _verdict(resolved, program, state, mesh)
-  seen, wrong = {resolved.batch.ramp.last}, []
-  for text, shape in resolved.batch.stages():
+  last, layouts, wrong = resolved.batch.ramp.last, {}, []
+  for text, shape in [("", last), *resolved.batch.stages()]:
     try:
-      if shape not in seen:
-        _verdict(resolved, program, state, mesh, shape)
+      if shape not in layouts:
+        layouts[shape] = None
+        layouts[shape] = _verdict(resolved, program, state, mesh, shape)
     except ValueError as error:
+      if shape == last:
+        raise
       wrong.append(f"{text}: {error}")
-    seen.add(shape)
   if wrong:
     raise ValueError("\n".join(wrong))
-  return layout
+  return layouts[last]
 
 
 def _verdict(
-  resolved: Resolved, program: Program, state: State, mesh: Mesh, shape: Shape | None = None
+  resolved: Resolved, program: Program, state: State, mesh: Mesh, shape: Shape
 ) -> Layout:
   """Returns the verdict on batches of a shape, by a trace of one microbatch's forward pass."""
   batch = resolved.batch.abstract(resolved.model.legend, shape)

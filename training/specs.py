@@ -13,7 +13,7 @@ from models import model_spec
 from models.spec import ModelSpec
 from partitioning.rules import Legend, Table
 from partitioning.verdict import TABLES
-from training.optimizers.spec import OptimizerSpec, optimizer_spec
+from training.optimizers.spec import OptimizerSpec
 from training.tasks import TASKS
 
 
@@ -140,7 +140,7 @@ def resolve(config: ConfigDict) -> Resolved:
   keys, fields, model = config.optimizer, StepSpec.__dataclass_fields__, model_spec(config)
   return Resolved(
     model=model,
-    optimizer=optimizer_spec(config, model),
+    optimizer=_optimizer(config, model),
     step=StepSpec(
       seed=config.seed,
       task=config.task,
@@ -164,4 +164,21 @@ def resolve(config: ConfigDict) -> Resolved:
       max_replicated_bytes=tables.max_replicated_bytes,
     ),
     memory_limit_gib=config.memory_limit_gib,
+  )
+
+
+def _optimizer(config: ConfigDict, model: ModelSpec) -> OptimizerSpec:
+  """Returns what the optimizer needs to know of a finalized config, and of its model's spec."""
+  fields, keys, training = OptimizerSpec.__dataclass_fields__, config.optimizer, config.training
+  return OptimizerSpec(
+    seed=config.seed,
+    model=config.model.name,
+    letters=model.parameters,
+    legend=model.legend,
+    widths=model.widths,
+    state_table=config.partitioning.optimizer,
+    overrides=config.partitioning.overrides,
+    keys=tuple(keys),
+    others={key: value for key, value in keys.items() if key not in fields},
+    **{key: section[key] for section in (training, keys) for key in fields if key in section},
   )

@@ -1,4 +1,4 @@
-"""The train state; and which of its parameters are trained."""
+"""The train state; which of its parameters are trained, and the dtypes of these and the others."""
 
 import dataclasses
 import fnmatch
@@ -6,9 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from models.spec import EXPERTS
+from partitioning.dtypes import wide_dtype
+from partitioning.rules import named_leaves, nested
 from runtime.suggest import most_similar
+from training.specs import StepSpec
 
 _NEAR = 3  # names that a message suggests
 # The biases by which routers balance their experts: moved by the step, not by the optimizer. They
@@ -63,6 +67,26 @@ def trainable(patterns: Sequence[str], names: Sequence[str]) -> frozenset[str]:
       f"gradients, such as {EXPERTS}/router/kernel"
     )
   return found - {ROUTER_BIAS}
+
+
+def stored(params: Any, trained: frozenset[str], spec: StepSpec) -> Any:
+  """Returns parameters in the dtypes of the trained and of the other ones.
+
+  The routers' biases are in float32 or wider: their steps are smaller than bfloat16 resolves.
+  """
+  wide_of = wide_dtype(jnp.dtype(spec.parameter_dtype))
+
+  def dtype(name: str) -> Any:
+    if name == ROUTER_BIAS:
+      return wide_of
+    return spec.parameter_dtype if name in trained else spec.frozen_dtype
+
+  return nested({name: x.astype(dtype(name)) for name, x in named_leaves(params).items()})
+
+
+def wide(tree: Any) -> Any:
+  """Returns a tree of arrays in float32 or wider."""
+  return jax.tree.map(lambda x: x.astype(wide_dtype(x.dtype)), tree)
 
 
 def split(tree: Any, chosen: Callable[[str], bool], prefix: str = "") -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ from models.layer_stack import STACKS
 from models.load_balance import COUNTS
 from models.losses import Batch, Sums
 from partitioning.constraints import automatic_spec, on_one_device
-from partitioning.dtypes import advanced_history, is_history, wide_dtype
+from partitioning.dtypes import advanced_history, is_history
 from partitioning.parallel.manual_region import summed_over_batch_parts
 from partitioning.rules import letters_of, named_leaves, nested
 from training import gradients
@@ -24,7 +24,7 @@ from training.gradients import Gradients
 from training.optimizers.build import gradient_point, make_optimizer
 from training.schedules import learning_rate_schedule
 from training.specs import Resolved, StepSpec
-from training.state import ROUTER_BIAS, State, merged, split, trainable
+from training.state import ROUTER_BIAS, State, merged, split, stored, trainable, wide
 from training.tasks import TASKS
 
 with epy.lazy_imports():  # of several microbatches, state on the host, parameters in bfloat16
@@ -91,7 +91,7 @@ class Program:
         state is returned without them. None: all are drawn.
     """
     model = self.build(nnx.Rngs(params=key))
-    params = _stored(nnx.to_pure_dict(nnx.state(model, nnx.Param)), self.trained, self.spec)
+    params = stored(nnx.to_pure_dict(nnx.state(model, nnx.Param)), self.trained, self.spec)
     if given is None:
       return self._first(params, variables_of(model))
     _, drawn = split(params, frozenset(named_leaves(given)).__contains__)
@@ -282,7 +282,7 @@ def make_program(resolved: Resolved) -> Program:
   """
 
   def build(rngs: nnx.Rngs) -> nnx.Module:
-    return MODELS[spec.model].build(drawn, rngs=rngs)
+    return MODELS[spec.model].build(resolved.model, rngs=rngs)
 
   def abstract() -> nnx.Module:
     model = build(nnx.Rngs(params=0))
@@ -290,14 +290,11 @@ def make_program(resolved: Resolved) -> Program:
     return model
 
   spec, letters = resolved.step, resolved.model.parameters
-  drawn = dataclasses.replace(
-    resolved.model, parameter_dtype=wide_dtype(resolved.model.parameter_dtype)
-  )
   model = nnx.eval_shape(abstract)
   graphdef, params, _ = nnx.split(model, nnx.Param, ...)
   params = nnx.to_pure_dict(params)
   trained = trainable(spec.trainable, list(named_leaves(params)))
-  params = jax.eval_shape(lambda params: _stored(params, trained, spec), params)
+  params = jax.eval_shape(lambda params: stored(params, trained, spec), params)
   keys, (updated, _) = resolved.optimizer, split(params, trained.__contains__)
   optimizer = make_optimizer(keys, jax.eval_shape(wide, updated))
   if spec.state_memory == "host":
@@ -306,12 +303,12 @@ def make_program(resolved: Resolved) -> Program:
   else:
     update = functools.partial(_update, optimizer)
   if spec.stochastic_rounding:
-    stored = functools.partial(low_precision.rounded_parameters, spec.seed)
+    store = functools.partial(low_precision.rounded_parameters, spec.seed)
   else:
-    stored = functools.partial(_cast, spec.parameter_dtype)
+    store = functools.partial(_cast, spec.parameter_dtype)
   given = spec, build, letters, graphdef, params, variables_of(model), trained
   schedule = learning_rate_schedule(keys, keys.steps)
-  return Program(*given, optimizer, gradient_point(keys), update, stored, schedule)
+  return Program(*given, optimizer, gradient_point(keys), update, store, schedule)
 
 
 def _update(
@@ -324,26 +321,6 @@ def _update(
 def _cast(dtype: str, params: Any, step: jax.Array) -> Any:
   del step
   return jax.tree.map(lambda x: x.astype(dtype), params)
-
-
-def _stored(params: Any, trained: frozenset[str], spec: StepSpec) -> Any:
-  """Returns parameters in the dtypes of the trained and of the other ones.
-
-  The routers' biases are in float32 or wider: their steps are smaller than bfloat16 resolves.
-  """
-  wide_of = wide_dtype(jnp.dtype(spec.parameter_dtype))
-
-  def dtype(name: str) -> Any:
-    if name == ROUTER_BIAS:
-      return wide_of
-    return spec.parameter_dtype if name in trained else spec.frozen_dtype
-
-  return nested({name: x.astype(dtype(name)) for name, x in named_leaves(params).items()})
-
-
-def wide(tree: Any) -> Any:
-  """Returns a tree of arrays in float32 or wider."""
-  return jax.tree.map(lambda x: x.astype(wide_dtype(x.dtype)), tree)
 
 
 def variables_of(model: nnx.Module) -> Any:

@@ -21,7 +21,7 @@ from runtime import devices
 from tests.helpers.compiling import FAST
 from tests.training.checkpointing import plain
 from training import splits
-from training.checkpointing import restore
+from training.checkpointing import reading
 from training.checkpointing.checkpointer import Checkpointer
 from training.checkpointing.consensus import Together
 from training.setup import Job, prepare
@@ -75,7 +75,7 @@ def job_of(strategy: str) -> Job:
 def wrong(tree: dict, folder: str) -> list[str]:
   """Returns the names of the arrays that are not what the files hold."""
   expected = plain.arrays(pathlib.Path(folder) / str(SAVED))
-  found = {name.replace("/", "."): leaf for name, leaf in restore.named_leaves(tree).items()}
+  found = {name.replace("/", "."): leaf for name, leaf in reading.named_leaves(tree).items()}
   assert sorted(found) == sorted(expected)
   names = []
   for name, leaf in found.items():

@@ -16,7 +16,7 @@ from tests.faults.harness import Run
 from tests.faults.plan import Trial
 from tests.faults.trying import Attempt, tried
 from tests.training.checkpointing import damage
-from training.checkpointing import restore
+from training.checkpointing import reading
 from training.checkpointing.checkpointer import Checkpointer
 
 STEPS, EVERY = 8, 2
@@ -67,7 +67,7 @@ def _restore(checkpoints: pathlib.Path, expected: dict[str, str], file: str) -> 
   """Reads the newest step that is whole, onto one device."""
   said: list[str] = []
   with Checkpointer(checkpoints, keep=9, warn=said.append) as checkpointer:
-    stored = restore.stored_arrays(checkpointer.folder / str(OLDER))
+    stored = reading.stored_arrays(checkpointer.folder / str(OLDER))
     place = SingleDeviceSharding(jax.devices("cpu")[0])
     target = {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for n, a in stored.items()}
     step, tree = checkpointer.restore(nested(target))
@@ -76,7 +76,7 @@ def _restore(checkpoints: pathlib.Path, expected: dict[str, str], file: str) -> 
   assert f"{checkpoints / str(NEWER)} cannot be read ({file}: " in line, line
   assert f"step {OLDER} is used instead" in line, line
   found = {
-    name.replace("/", "."): _digest(leaf) for name, leaf in restore.named_leaves(tree).items()
+    name.replace("/", "."): _digest(leaf) for name, leaf in reading.named_leaves(tree).items()
   }
   assert found == expected, "the older step has other bits"
 

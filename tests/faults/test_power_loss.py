@@ -12,7 +12,7 @@ from etils import epath
 from input_pipeline import store
 from tests.faults import power
 from tests.training.checkpointing.states import assert_bit_equal, counting_target, counting_tree
-from training.checkpointing import integrity, restore
+from training.checkpointing import integrity, reading
 from training.checkpointing.checkpointer import Checkpointer
 from training.checkpointing.consensus import Together
 
@@ -92,10 +92,10 @@ def test_a_save_leaves_the_old_step_or_the_new_one(tmp_path):
 
 def newest(folder):
   """Returns the newest step that is complete, with fitting digests; None if there is none."""
-  for step in reversed(restore.steps(epath.Path(folder))):
+  for step in reversed(integrity.steps(epath.Path(folder))):
     try:
-      verified = integrity.check(epath.Path(folder / str(step)), integrity.FULL)
-      integrity.check_share(verified.path, verified.large, Together())
+      verified = reading.check(epath.Path(folder / str(step)), integrity.FULL)
+      reading.check_share(verified.path, verified.large, Together())
     except integrity.UnreadableError:
       continue
     return step

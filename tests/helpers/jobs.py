@@ -12,8 +12,7 @@ from runtime.devices import Devices
 from tests.helpers.compiling import FAST
 from training.replica_check import ReplicaCheck
 from training.setup import Job, prepare
-from training.state import State
-from training.step import wide
+from training.state import State, wide
 
 STRATEGIES = ("single", "dp8", "dp4_tp2", "tp8", "fsdp8", "fsdp", "dp2_fsdp2_tp2")
 

@@ -23,7 +23,7 @@ from tests.parity.comparison import (
   train,
 )
 from tests.training import runs
-from training.checkpointing import restore
+from training.checkpointing import integrity, reading
 
 INT8 = {"training.matmul_dtype": "int8"}
 FLOAT8 = {"training.matmul_dtype": "float8"}
@@ -168,7 +168,7 @@ def test_histories_are_saved_and_a_resumed_run_goes_on_with_them(tmp_path):
       end = runs.train(tmp_path / name, rows, prepared=job, held_out=rows)
       variables = named_leaves(end.state.variables)
       ends[name] = {n: np.asarray(x) for n, x in variables.items()}
-  stored = restore.stored_arrays(epath.Path(tmp_path / "cut") / restore.FOLDER / "4")
+  stored = reading.stored_arrays(epath.Path(tmp_path / "cut") / integrity.FOLDER / "4")
   assert {f"variables/{name}" for name in ends["whole"]} < {*stored}
   for name, history in ends["whole"].items():
     assert (history[..., :4] > 0).all()

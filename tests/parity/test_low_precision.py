@@ -16,8 +16,7 @@ from tests.parity.budgets import INVOLUNTARY, STRATEGIES, Step, budget, said_whi
 from tests.parity.expert_cases import WITH_DENSE
 from tests.training.checkpointing.states import moved
 from training.replica_check import CopiesDifferError
-from training.state import State
-from training.step import wide
+from training.state import State, wide
 
 STEPS = 2
 NARROW = {"training.parameter_dtype": "bfloat16", "optimizer.state_dtype": "int8"}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from partitioning.optimizer_state import Square, candidates, kept_by_trial, leaves_by_path, owners
+from partitioning.rules import Square, candidates, kept_by_trial, leaves_by_path, owners
 
 PARAMETERS = [("kernel",), ("up", "kernel")]
 

@@ -5,8 +5,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from partitioning import rules
-from partitioning.optimizer_state import place_optimizer
-from partitioning.rules import Dim, place_parameters
+from partitioning.rules import Dim, place_optimizer, place_parameters
 from tests.partitioning.tables import LEGEND, RULES, SIZES, TABLE, array, params, specs
 
 

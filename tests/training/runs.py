@@ -19,8 +19,7 @@ from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
 from tests.helpers.jobs import make_job
 from training import loop, restore
-from training.checkpointing import integrity
-from training.checkpointing import restore as reading
+from training.checkpointing import integrity, reading
 from training.setup import Job
 from training.splits import Data
 
@@ -126,7 +125,7 @@ def train(
 
 def saved(workdir: pathlib.Path) -> list[int]:
   """Returns the steps that are saved."""
-  return reading.steps(epath.Path(workdir) / reading.FOLDER)
+  return integrity.steps(epath.Path(workdir) / integrity.FOLDER)
 
 
 def lines(workdir: pathlib.Path) -> list[dict]:
@@ -147,8 +146,8 @@ def rollbacks(workdir: pathlib.Path) -> list[dict]:
 
 def arrays(workdir: pathlib.Path, step: int, prepared: Job) -> list[np.ndarray]:
   """Returns all arrays of a checkpoint."""
-  abstract, folder = vars(prepared.placed_state), epath.Path(workdir) / reading.FOLDER
-  tree = reading.read_arrays(integrity.check(folder / str(step), integrity.FULL), abstract)
+  abstract, folder = vars(prepared.placed_state), epath.Path(workdir) / integrity.FOLDER
+  tree = reading.read_arrays(reading.check(folder / str(step), integrity.FULL), abstract)
   return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 
@@ -164,7 +163,7 @@ def assert_same(workdir: pathlib.Path, other: pathlib.Path, prepared: Job | None
     prepared: the job of one of the two.
   """
   assert numbers(workdir) == numbers(other)
-  kept = [reading.steps(epath.Path(folder) / reading.FOLDER) for folder in (workdir, other)]
+  kept = [integrity.steps(epath.Path(folder) / integrity.FOLDER) for folder in (workdir, other)]
   assert max(kept[0]) == max(kept[1]) == STEPS
   both = set(kept[0]).intersection(kept[1])
   for step in {min(both), max(both)}:

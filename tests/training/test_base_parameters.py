@@ -14,9 +14,9 @@ from partitioning.rules import named_leaves
 from runtime import forms
 from tests.helpers.jobs import first_state, make_job
 from tests.training import runs
-from training import restore
+from training import base_parameters, restore
 from training.base_parameters import ParameterReader
-from training.checkpointing import restore as reading
+from training.checkpointing import integrity, reading
 from training.checkpointing.checkpointer import Checkpointer
 
 TRAINED = {"layer_1/bias", "layer_4/kernel", "layer_4/bias"}
@@ -65,13 +65,13 @@ def save(workdir, state, prepared, base=None):
   if base is not None:
     record |= base.record()
     tree = restore.trained_part(prepared.program, state)
-  with Checkpointer(epath.Path(workdir) / reading.FOLDER) as checkpoints:
+  with Checkpointer(epath.Path(workdir) / integrity.FOLDER) as checkpoints:
     checkpoints.save(4, tree, config=forms.plain(prepared.config), record=record)
 
 
 def params_of(workdir, step, prepared):
   """Returns name -> array of the parameters that `evaluate` reads."""
-  found, params, _ = restore.model_state(prepared, f"{workdir}/{step}")
+  found, params, _ = base_parameters.model_state(prepared, f"{workdir}/{step}")
   assert found == step
   return {name: np.asarray(x) for name, x in named_leaves(params).items()}
 
@@ -85,7 +85,7 @@ def whole(bases, tmp_path_factory):
 
 
 def test_checkpoints_have_only_what_is_trained(bases, whole):
-  stored = reading.stored_arrays(epath.Path(whole) / reading.FOLDER / "6")
+  stored = reading.stored_arrays(epath.Path(whole) / integrity.FOLDER / "6")
   assert {n.removeprefix("params/") for n in stored if n.startswith("params/")} == TRAINED
   ours, base = params_of(whole, 6, job(str(bases[0]))), params_of(bases[0], 4, job())
   assert {n for n in ours if ours[n].tobytes() != base[n].tobytes()} == TRAINED
@@ -106,7 +106,7 @@ def test_resumes_to_the_bit_without_naming_the_base_again(bases, whole, tmp_path
   ours, wanted = ([x for x in runs.lines(f) if "loss" in x] for f in (tmp_path, whole))
   assert ours == wanted
   assert len(wanted) == 6
-  stored = reading.stored_arrays(epath.Path(tmp_path) / reading.FOLDER / "6")
+  stored = reading.stored_arrays(epath.Path(tmp_path) / integrity.FOLDER / "6")
   assert "params/layer_2/kernel" not in stored
 
 
@@ -243,4 +243,4 @@ def test_a_run_starts_from_one_with_adapters_and_has_its_base(base_decoder, tmp_
     ),
   ):
     with pytest.raises(ValueError, match=said):
-      restore.model_state(other, str(tmp_path / "first"))
+      base_parameters.model_state(other, str(tmp_path / "first"))

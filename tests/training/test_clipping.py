@@ -8,7 +8,7 @@ from configs.schema import finalize, validate
 from tests.helpers.jobs import SMALL, first_state, host_batch, make_job
 from tests.training.test_optimizer import CONSTANT, drawn, updates_of
 from training.optimizers.build import make_optimizer
-from training.optimizers.spec import optimizer_spec
+from training.specs import resolve
 
 SHAPES = {"kernel": (3, 4), "bias": (4,), "table": (5, 3)}
 SGD = {"optimizer.name": "sgd", "optimizer.learning_rate": 1.0, **CONSTANT}
@@ -42,7 +42,7 @@ def test_each_group_is_clipped_by_its_own_norm():
   )
   config = config_of(groups=groups, clip_groups=True, clip_norm=2.0)
   params, grads = drawn(0, SHAPES), grads_of(1)
-  [found] = updates_of(make_optimizer(optimizer_spec(config), params), params, grads)
+  [found] = updates_of(make_optimizer(resolve(config).optimizer, params), params, grads)
   for name, limit in (("table", 0.5), ("kernel", 2.0)):
     assert norm(grads[0][name]) > limit
     wanted = -grads[0][name] * limit / norm(grads[0][name])
@@ -57,7 +57,7 @@ def test_the_limit_is_a_quantile_of_the_last_norms(by_group):
     groups=groups, clip_groups=by_group, clip_quantile=0.5, clip_window=3, clip_norm=0.0
   )
   params, grads = drawn(0, SHAPES), grads_of(6)
-  found = updates_of(make_optimizer(optimizer_spec(config), params), params, grads)
+  found = updates_of(make_optimizer(resolve(config).optimizer, params), params, grads)
   parts = [("table",), ("kernel", "bias")] if by_group else [tuple(SHAPES)]
   below = 0
   for names in parts:

@@ -18,7 +18,7 @@ from processes.preemption import StopRequest
 from tests.training import runs
 from tests.training.runs import BATCH, STEPS, saved, source, train
 from training.bad_steps import TrainingStoppedError
-from training.checkpointing import restore
+from training.checkpointing import integrity
 from training.checkpointing.checkpointer import Checkpointer
 from training.evaluation import Evaluator, _Taken
 
@@ -27,7 +27,7 @@ PARTS = {"evaluation.every_steps": 5, "evaluation.steps": 2}
 
 def records(workdir):
   """Returns step -> the record of its checkpoint."""
-  with Checkpointer(epath.Path(workdir) / restore.FOLDER, read_only=True) as checkpoints:
+  with Checkpointer(epath.Path(workdir) / integrity.FOLDER, read_only=True) as checkpoints:
     return {step: checkpoints.verified(step).record for step in checkpoints.steps()}
 
 

@@ -13,7 +13,7 @@ from tests.helpers.jobs import SMALL
 from training import optimizer
 from training.optimizers import build
 from training.optimizers.build import make_optimizer
-from training.optimizers.spec import optimizer_spec
+from training.specs import resolve
 
 CONSTANT = {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
 NO_DECAY = {"optimizer.weight_decay": 0.0}
@@ -45,7 +45,7 @@ def updates_of(made, params, steps):
 
 def refusal(name, **overrides):
   with pytest.raises(ValueError, match="optimizer") as error:
-    make_optimizer(optimizer_spec(config_of(name, **overrides)), drawn(0))
+    make_optimizer(resolve(config_of(name, **overrides)).optimizer, drawn(0))
   return str(error.value)
 
 
@@ -57,7 +57,7 @@ def test_lion_of_optax_has_its_arguments_the_schedule_and_the_mask_of_weight_dec
   keys |= {"optimizer.schedule": "constant", "optimizer.weight_decay": 0.1}
   config = config_of("lion", **keys)
   params, steps = drawn(0), [drawn(1), drawn(2)]
-  found = updates_of(make_optimizer(optimizer_spec(config), params), params, steps)
+  found = updates_of(make_optimizer(resolve(config).optimizer, params), params, steps)
   rate = config.optimizer.learning_rate
   for name, decay in (("kernel", 0.1), ("scale", 0.0)):
     momentum = np.zeros(SHAPES[name], np.float32)
@@ -72,7 +72,7 @@ def test_arguments_that_have_no_key_reach_our_own_optimizers():
   config = config_of("sgd", **CONSTANT, **{"optimizer.momentum": 0.5})
   config.optimizer.arguments = "nesterov=True"
   params, grads = drawn(0), drawn(1)
-  [updates] = updates_of(make_optimizer(optimizer_spec(config), params), params, [grads])
+  [updates] = updates_of(make_optimizer(resolve(config).optimizer, params), params, [grads])
   np.testing.assert_allclose(updates["kernel"], -8e-3 * 1.5 * grads["kernel"], rtol=1e-5)
   wrong = {"optimizer.arguments": "nesterov=True"}
   assert "nesterov=True needs optimizer.momentum above 0" in refusal("sgd", **wrong)
@@ -82,7 +82,7 @@ def test_arguments_that_have_no_key_reach_our_own_optimizers():
 def test_others_of_optax_are_built(name):
   decay = NO_DECAY if name != "adan" else {}
   assert updates_of(
-    make_optimizer(optimizer_spec(config_of(name, **decay)), drawn(0)), drawn(0), [drawn(1)]
+    make_optimizer(resolve(config_of(name, **decay)).optimizer, drawn(0)), drawn(0), [drawn(1)]
   )
 
 
@@ -118,7 +118,7 @@ def test_what_the_step_cannot_use_is_refused_with_the_reason(name, overrides, sa
 
 def test_a_number_for_a_learning_rate_is_the_constant_one():
   config = config_of("sm3", **CONSTANT, **NO_DECAY)
-  assert updates_of(make_optimizer(optimizer_spec(config), drawn(0)), drawn(0), [drawn(1)])
+  assert updates_of(make_optimizer(resolve(config).optimizer, drawn(0)), drawn(0), [drawn(1)])
 
 
 # ---- Arguments ----
@@ -156,7 +156,7 @@ def test_a_row_that_a_user_adds_is_found_and_gets_what_it_takes(monkeypatch):
   assert "factor: it has no default" in refusal("halving")
   config = config_of("halving", **CONSTANT, **{"optimizer.arguments": "factor=0.5"})
   params, grads = drawn(0), drawn(1)
-  [updates] = updates_of(make_optimizer(optimizer_spec(config), params), params, [grads])
+  [updates] = updates_of(make_optimizer(resolve(config).optimizer, params), params, [grads])
   wanted = -8e-3 * (0.5 * grads["kernel"] + 0.1 * params["kernel"])
   np.testing.assert_allclose(updates["kernel"], wanted, rtol=1e-5)
   np.testing.assert_allclose(updates["scale"], -8e-3 * 0.5 * grads["scale"], rtol=1e-5)
@@ -184,7 +184,7 @@ def test_a_row_with_keys_gets_them_and_is_tried_as_any_other(monkeypatch):
   keys = {**CONSTANT, **NO_DECAY, "optimizer.beta_2": 0.25, "optimizer.arguments": "other=3"}
   params, grads = drawn(0), drawn(1)
   [updates] = updates_of(
-    make_optimizer(optimizer_spec(config_of("halving", **keys)), params), params, [grads]
+    make_optimizer(resolve(config_of("halving", **keys)).optimizer, params), params, [grads]
   )
   np.testing.assert_allclose(updates["scale"], -8e-3 * 0.25 * grads["scale"], rtol=1e-5)
   broken = optimizer.Optimizer(lambda learning_rate, b=1: None, keys={"beta_2": "b"})
@@ -208,7 +208,7 @@ STACKED = {
 def test_muon_refuses_a_model_of_which_it_would_update_nothing():
   params = {"embed": {"table": jax.ShapeDtypeStruct((6, 5), jnp.float32)}}
   with pytest.raises(ValueError, match="optimizer") as error:
-    make_optimizer(optimizer_spec(config_of("contrib.muon")), params)
+    make_optimizer(resolve(config_of("contrib.muon")).optimizer, params)
   assert str(error.value) == (
     "optimizer.name=contrib.muon: Muon would update 0 of the 1 trained parameters of the model "
     "transformer, and its Adam all: Muon takes kernels whose dims, layers, dense_layers, "
@@ -229,7 +229,7 @@ def test_muon_takes_each_layer_s_hidden_kernels_and_no_table():
   )
   grads = jax.tree.map(lambda x: x[..., ::-1] + 1, params)
   config = config_of("contrib.muon", **CONSTANT, **NO_DECAY)
-  [found] = updates_of(make_optimizer(optimizer_spec(config), params), params, [grads])
+  [found] = updates_of(make_optimizer(resolve(config).optimizer, params), params, [grads])
   found, raw, moved = (named_leaves(tree) for tree in (found, params, grads))
   alone = optax.contrib.muon(8e-3)  # of a tree of matrices
   inputs = {"query": 1, "out": 2, "up": 1, "down": 1}  # dims of a layer's kernel that come in

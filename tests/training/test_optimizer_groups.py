@@ -8,7 +8,7 @@ from configs.schema import finalize, validate
 from tests.helpers.jobs import SMALL, make_job
 from tests.training.test_optimizer import CONSTANT, drawn, updates_of
 from training.optimizers.build import make_optimizer
-from training.optimizers.spec import optimizer_spec
+from training.specs import resolve
 
 SHAPES = {"kernel": (3, 4), "scale": (4,), "bias": (4,), "table": (5, 3)}
 RATE = 8e-3
@@ -42,7 +42,7 @@ def test_each_parameter_is_updated_as_its_group_says():
   )
   config = config_of(groups, **LION, **{"optimizer.weight_decay": 0.1})
   params, steps = drawn(0, SHAPES), [drawn(1, SHAPES), drawn(2, SHAPES)]
-  found = updates_of(make_optimizer(optimizer_spec(config), params), params, steps)
+  found = updates_of(make_optimizer(resolve(config).optimizer, params), params, steps)
   wanted = {
     "kernel": (RATE, 0.1),  # in no group
     "table": (0.5, 0.0),  # of the first of two groups

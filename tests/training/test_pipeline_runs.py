@@ -18,7 +18,7 @@ from tests.helpers.jobs import make_job, zipf
 from tests.training import runs
 from tests.training.runs import ROLL_BACK
 from tests.training.test_bad_steps import KilledError, dying
-from training import restore
+from training import base_parameters
 from training.bad_steps import TrainingStoppedError
 
 pytestmark = pytest.mark.long
@@ -110,7 +110,7 @@ def test_it_samples_after_it_as_one_device_does(rolled_back):
   request = Request((bytes([3, 5, 7]), bytes([44])), max_new_tokens=6, temperature=0.0)
   texts = []
   for prepared in (job(**STAGES), job()):
-    _, params, _ = restore.model_state(prepared, str(rolled_back[0]))
+    _, params, _ = base_parameters.model_state(prepared, str(rolled_back[0]))
     texts.append(Sampler(prepared, request)(params, request))
   assert texts[0] == texts[1]
   assert any(texts[0])

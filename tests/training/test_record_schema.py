@@ -8,7 +8,7 @@ import pytest
 from etils import epath
 
 from tests.training import runs
-from training import bad_steps, restore
+from training import bad_steps, restore, run_record
 from training.checkpointing import integrity
 
 
@@ -24,8 +24,8 @@ def run(tmp_path_factory):
 
 def test_what_a_run_writes_is_well_formed(run):
   workdir, record = run
-  restore.require_record(record, workdir)
-  assert set(record) <= set(restore.RECORD_FORM)  # each key has a form
+  run_record.require_record(record, workdir)
+  assert set(record) <= set(run_record.RECORD_FORM)  # each key has a form
   [made] = record["bad_steps"]["rollbacks"]
   assert set(made) == {field.name for field in dataclasses.fields(bad_steps.Rollback)}
   assert record["bad_steps"]["losses"]
@@ -66,7 +66,7 @@ def test_a_malformed_key_is_named_with_what_is_expected_and_what_is_there(path, 
   value, said = MALFORMED[path]
   record = changed(run[1], path, value)
   with pytest.raises(ValueError, match="though its digests match") as refusal:
-    restore.require_record(record, epath.Path("runs/x/checkpoints/19"))
+    run_record.require_record(record, epath.Path("runs/x/checkpoints/19"))
   text = str(refusal.value)
   assert text.startswith("runs/x/checkpoints/19: its record is malformed, though its digests")
   assert said in text
@@ -88,12 +88,12 @@ def test_a_rollback_of_a_version_that_named_batches_is_refused():
   made = {"bad_step": 4, "why": "loss is nan", "step": 0, "skipped": [3]}
   record = {"bad_steps": {"skipped": [3], "rollbacks": [made], "losses": []}}
   with pytest.raises(ValueError, match=r"bad_steps\.rollbacks\[0\].*skipped_rows"):
-    restore.require_record(record, epath.Path("x"))
+    run_record.require_record(record, epath.Path("x"))
 
 
 def test_keys_of_other_versions_are_passed_over(run):
-  restore.require_record({**run[1], "of_a_later_version": 1}, epath.Path("x"))
-  restore.require_record({}, epath.Path("x"))
+  run_record.require_record({**run[1], "of_a_later_version": 1}, epath.Path("x"))
+  run_record.require_record({}, epath.Path("x"))
 
 
 def test_a_run_does_not_begin_with_one(run):

@@ -15,9 +15,9 @@ from partitioning.rules import named_leaves
 from runtime import files, forms
 from tests.interop import folders
 from tests.training import runs
-from training import restore
+from training import base_parameters, restore, run_record
 from training.base_parameters import ParameterReader
-from training.checkpointing import integrity, resume_policy
+from training.checkpointing import integrity, reading, resume_policy
 
 
 def reads(monkeypatch, folder):
@@ -48,7 +48,7 @@ def test_a_start_reads_each_small_file_of_the_newest_step_once(tmp_path, monkeyp
   start = checkpoints.begin(record, newest=newest)
 
   assert (start.step, start.known["data"]["name"]) == (2, "rows")
-  small = [name for name in sizes if sizes[name] <= integrity.SMALL_BYTES]
+  small = [name for name in sizes if sizes[name] <= reading.SMALL_BYTES]
   assert {"config/metadata", "record/metadata", "commit_success.txt"} <= {*small}
   assert counts == dict.fromkeys((*small, integrity.DIGESTS), 1)
 
@@ -56,7 +56,7 @@ def test_a_start_reads_each_small_file_of_the_newest_step_once(tmp_path, monkeyp
 def test_stages_may_change_only_where_no_step_has_been():
   def check(old, new, done):
     before = {"stages": json.loads(json.dumps(old))}
-    restore._require_same_stages(before, ConfigDict({"stages": new}), done)
+    run_record._require_same_stages(before, ConfigDict({"stages": new}), done)
 
   first, later = (10, {"web": 1.0}), (20, {"code": 1.0})
   check((first, later), (first, later), 30)
@@ -129,7 +129,7 @@ def test_adapters_are_drawn_beside_the_parameters_of_a_folder():
 
 
 def test_a_folder_is_evaluated_as_step_0():
-  step, params, variables = restore.model_state(folder_job(), str(folders.FOLDER / "llama"))
+  step, params, variables = base_parameters.model_state(folder_job(), str(folders.FOLDER / "llama"))
   assert (step, variables) == (0, {})
   assert {*named_leaves(params)} == {*folders.read_with_numpy("llama")}
 

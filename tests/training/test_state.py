@@ -17,8 +17,8 @@ from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.training import runs
-from training import restore
-from training.checkpointing import restore as reading
+from training import base_parameters
+from training.checkpointing import integrity, reading
 from training.evaluation import Evaluator
 from training.state import merged, split, trainable
 
@@ -167,7 +167,7 @@ def test_variables_are_updated_saved_and_resumed(counting, tmp_path):
   order = runs.TrainingBatches(rows, global_batch_size=runs.BATCH, seed=0)
   ids = np.concatenate([order.row_ids(step) for step in range(10)])
   assert float(seen[0]) == pytest.approx(rows.read(ids)["inputs"][:, 0].sum(), rel=1e-3)
-  stored = reading.stored_arrays(epath.Path(tmp_path / "cut") / reading.FOLDER / "10")
+  stored = reading.stored_arrays(epath.Path(tmp_path / "cut") / integrity.FOLDER / "10")
   assert {"variables/batches", "variables/seen"} < {*stored}
   assert_evaluated_as_when_saved(counting(), tmp_path / "cut")
   # A sum that the task does not know is a metric; an evaluation counts on, and leaves no trace.
@@ -178,7 +178,7 @@ def test_variables_are_updated_saved_and_resumed(counting, tmp_path):
 
 def assert_evaluated_as_when_saved(job, workdir):
   """Asserts that what the verb `evaluate` reads and computes is what training wrote last."""
-  step, *restored = restore.model_state(job, str(workdir))
+  step, *restored = base_parameters.model_state(job, str(workdir))
   assert step == 10
   assert int(restored[1]["batches"]) == 10
   batches = EvaluationBatches(runs.source(), global_batch_size=runs.BATCH)

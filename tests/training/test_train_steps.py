@@ -12,8 +12,7 @@ from input_pipeline.batches import TrainingBatches
 from input_pipeline.row_source import array_source
 from tests.helpers.jobs import make_job
 from tests.training import runs
-from training.checkpointing import integrity
-from training.checkpointing import restore as reading
+from training.checkpointing import integrity, reading
 from training.loop import TrainSteps
 
 BATCH_RAMP = {"data.batch_size_ramp": ((0, 2), (4, 4), (10, 8))}
@@ -27,7 +26,7 @@ def cut_after(workdir: pathlib.Path, step: int, folder: pathlib.Path) -> pathlib
   shutil.copytree(workdir, folder)
   for one in runs.saved(folder):
     if one > step:
-      shutil.rmtree(folder / reading.FOLDER / str(one))
+      shutil.rmtree(folder / integrity.FOLDER / str(one))
   return folder
 
 
@@ -68,7 +67,7 @@ def test_the_loss_of_a_step_is_that_of_the_next_rows(whole):
   prepared, rows = runs.job(**KEYS, **QUIET), runs.source()
   order = TrainingBatches(rows, global_batch_size=1, seed=0)
   state = reading.read_arrays(
-    integrity.check(whole / reading.FOLDER / "11", integrity.FULL), vars(prepared.placed_state)
+    reading.check(whole / integrity.FOLDER / "11", integrity.FULL), vars(prepared.placed_state)
   )
   first = 4 * 2 + 6 * 4 + 1 * 8  # rows that 11 steps have taken
   ids = np.concatenate([order.row_ids(first + n) for n in range(8)])

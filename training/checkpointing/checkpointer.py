@@ -12,16 +12,18 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath
+from etils import epath, epy
 
 from partitioning.rules import named_leaves, nested
 from processes.workdir_lease import Ownership
 from runtime import files
 from training.checkpointing import async_writer, integrity
-from training.checkpointing import restore as reading
 from training.checkpointing.async_writer import SaveError, Writer
 from training.checkpointing.consensus import Together, join_reports
 from training.checkpointing.integrity import CONFIG, RECORD, STATE, UnreadableError, Verified
+
+with epy.lazy_imports():  # of runs that resume
+  from training.checkpointing import reading
 
 # ------------------------------ retention ------------------------------
 
@@ -112,7 +114,7 @@ class Checkpointer:
     keep_best: str = "",
     verify: str = integrity.FULL,
     read_only: bool = False,
-    warn: Callable[[str], None] = reading.warn,
+    warn: Callable[[str], None] = integrity.warn,
     together: Together | None = None,
     owner: Ownership | None = None,
     writes_later: bool = False,
@@ -147,7 +149,7 @@ class Checkpointer:
     self._broken: Collection[int] = ()  # to be renamed once writing starts
     self._there = self.steps() if writes_later else None
     if read_only:
-      reading.require_steps(self.folder)
+      integrity.require_steps(self.folder)
     else:
       self._writer = Writer(
         self.folder,
@@ -188,7 +190,7 @@ class Checkpointer:
       raise OSError(newer)
     for step in self.steps():
       with contextlib.suppress(UnreadableError):
-        record = integrity.read_json(self.folder / str(step), RECORD)
+        record = reading.read_json(self.folder / str(step), RECORD)
         self._retention.note(step, _metrics(record), record.get("metrics_over"))
     self._writing = True
     if self._broken:
@@ -216,7 +218,7 @@ class Checkpointer:
 
   def steps(self) -> list[int]:
     """Returns the steps that are committed, oldest first; some may turn out to be broken."""
-    return reading.steps(self.folder)
+    return integrity.steps(self.folder)
 
   # ------------------------------ saving ------------------------------
 
@@ -254,7 +256,7 @@ class Checkpointer:
     there = self.steps()
     if there and step <= there[-1]:  # a run resumes from the newest step
       raise ValueError(
-        f"step {step} is not saved: {self.folder} has the steps {reading.listed(there)}, and "
+        f"step {step} is not saved: {self.folder} has the steps {integrity.listed(there)}, and "
         f"only newer ones can be added"
       )
     arrays = nested(named_leaves(tree))
@@ -392,7 +394,7 @@ class Checkpointer:
   # ------------------------------ inside ------------------------------
 
   def _check(self, step: int) -> Verified:
-    return integrity.check(self.folder / str(step), self._verify)
+    return reading.check(self.folder / str(step), self._verify)
 
   def _read(self, step: int, abstract: Any, known: Verified | None) -> tuple[Verified, Any]:
     """Returns a step and its tree; a folder whose step is not its name is damaged."""

@@ -1,4 +1,4 @@
-"""Whether a saved step is complete and intact: its markers, its checksums, and its JSON.
+"""What a saved step consists of: its files, their checksums, and the folder that it is in.
 
 A step's folder, as it is committed:
 
@@ -30,23 +30,23 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from etils import epath
 
+from processes.coordination import current
 from runtime import files
-from training.checkpointing.consensus import Together
+from runtime.printable import printable
 
 # ------------------------------ checksums ------------------------------
 
 DIGESTS = "digests"
-_DIGESTS_TITLE = "checkpoint digests 1"
+TITLE = "checkpoint digests 1"
 _LINE = re.compile(r"([0-9a-f]{64}) (0|[1-9][0-9]*) (\S(?:.*\S)?)")
-_MOST_BYTES = 2**28  # of this file: two million lines
+MOST_BYTES = 2**28  # of this file: two million lines
 THREADS = min(8, os.cpu_count() or 1)
 _DEEPEST = 16  # folders in one another; a checkpoint has three
-_NAMED = 3  # files that a message names
 
 
 class Read:
@@ -83,25 +83,9 @@ class Digest:
 
 def digests_text(listed: Iterable[Digest]) -> str:
   """Returns the content of a file of digests."""
-  lines = [_DIGESTS_TITLE, *(digest.line() for digest in sorted(listed, key=lambda d: d.path))]
+  lines = [TITLE, *(digest.line() for digest in sorted(listed, key=lambda d: d.path))]
   above = "".join(f"{line}\n" for line in lines)
   return f"{above}{hashlib.sha256(above.encode()).hexdigest()} end\n"
-
-
-def parse_digests(content: bytes) -> list[Digest]:
-  """Reads the content of a file of digests.
-
-  Raises:
-    DamagedError: it is not what `to_text` has returned, to the last bit.
-  """
-  above, _, last = content.removesuffix(b"\n").rpartition(b"\n")
-  above += b"\n"
-  if last != f"{hashlib.sha256(above).hexdigest()} end".encode() or content[-1:] != b"\n":
-    raise DamagedError(f"{DIGESTS}: it is not what was written ({len(content)} bytes)")
-  title, *lines = above.decode().splitlines()
-  if title != _DIGESTS_TITLE:
-    raise DamagedError(f"{DIGESTS}: it begins with {title!r}, and {_DIGESTS_TITLE!r} is known here")
-  return [parse_line(line) for line in lines]
 
 
 def parse_line(line: str) -> Digest:
@@ -112,30 +96,13 @@ def parse_line(line: str) -> Digest:
   return Digest(match[3], int(match[2]), match[1])
 
 
-def read_digests(folder: epath.Path) -> list[Digest]:
-  """Reads a folder's file of digests.
-
-  Raises:
-    DamagedError: it is missing or damaged.
-  """
-  try:
-    return parse_digests(files.read_bytes(folder / DIGESTS, most_bytes=_MOST_BYTES))
-  except FileNotFoundError:
-    raise DamagedError(
-      f"{DIGESTS}: missing, so the other files cannot be verified; it was lost, or the step was "
-      f"saved before there were digests: checkpoint.verify=off reads it as it is"
-    ) from None
-  except OSError as error:
-    raise DamagedError(f"{DIGESTS}: {_reason(error)}") from error
-
-
 def digests_begin(folder: epath.Path) -> bool:
   """Returns whether a folder has a file of digests that begins with the right title."""
   try:
-    first = next(files.read_blocks(folder / DIGESTS, most_bytes=_MOST_BYTES), b"")
+    first = next(files.read_blocks(folder / DIGESTS, most_bytes=MOST_BYTES), b"")
   except OSError:
     return False
-  return first.startswith(f"{_DIGESTS_TITLE}\n".encode())
+  return first.startswith(f"{TITLE}\n".encode())
 
 
 def write_digests(folder: epath.Path, listed: Iterable[Digest]) -> None:
@@ -209,78 +176,6 @@ def compute_digests(
     return list(pool.map(one, paths))
 
 
-def check_sizes(folder: epath.Path, listed: Sequence[Digest]) -> None:
-  """Checks that exactly the listed files exist, with their sizes.
-
-  Raises:
-    DamagedError: with the files that are missing, unlisted or of another size.
-  """
-  try:
-    there = file_sizes(folder)
-  except OSError as error:
-    raise DamagedError(_reason(error)) from error
-  wanted = {digest.path: digest.size for digest in listed}
-  wrong = []
-  for path in sorted({*there, *wanted}):
-    if path not in there:
-      wrong.append(f"{path}: missing")
-    elif path not in wanted:
-      wrong.append(f"{path}: not in {DIGESTS}")
-    elif there[path] != wanted[path]:
-      wrong.append(f"{path}: {there[path]} bytes, and it should be {wanted[path]}")
-  _raise_damaged(wrong)
-
-
-def check_contents(
-  folder: epath.Path, listed: Sequence[Digest], keep: Collection[str] = ()
-) -> dict[str, bytes]:
-  """Reads files in blocks, by several threads, and compares their digests.
-
-  Args:
-    folder: that the paths are relative to.
-    listed: the files.
-    keep: paths of small files whose content is returned, so that they need not be read again.
-
-  Returns:
-    path -> content of the files to be kept.
-
-  Raises:
-    DamagedError: with those that are not what was written.
-    PermissionError: it concerns this process, not the file.
-  """
-  blocks: dict[str, list[bytes]] = {path: [] for path in keep}
-
-  def one(digest: Digest) -> str:
-    try:
-      kept = blocks.get(digest.path)
-      size, value = read_through(folder / digest.path, digest.size, kept)
-    except PermissionError:
-      raise
-    except OSError as error:
-      return f"{digest.path}: {_reason(error)}"
-    if (size, value) == (digest.size, digest.sha256):
-      return ""
-    return (
-      f"{digest.path}: its bytes have changed (SHA-256 {value[:12]}, {digest.sha256[:12]} once)"
-    )
-
-  with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-    _raise_damaged([text for text in pool.map(one, listed) if text])
-  read = {digest.path for digest in listed}
-  return {path: b"".join(parts) for path, parts in blocks.items() if path in read}
-
-
-def share_of(listed: Sequence[Digest], index: int, count: int) -> list[Digest]:
-  """Returns the files that one of several processes checks, about as many bytes for each."""
-  shares: list[list[Digest]] = [[] for _ in range(count)]
-  loads = [0] * count
-  for digest in sorted(listed, key=lambda d: (-d.size, d.path)):
-    least = loads.index(min(loads))
-    shares[least].append(digest)
-    loads[least] += digest.size
-  return shares[index]
-
-
 def read_through(
   path: epath.Path, most_bytes: int = sys.maxsize, kept: list[bytes] | None = None
 ) -> tuple[int, str]:
@@ -304,28 +199,21 @@ def read_through(
   return size, hashed.hexdigest()
 
 
-def _raise_damaged(wrong: Sequence[str]) -> None:
-  if wrong:
-    more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-    raise DamagedError("; ".join(wrong[:_NAMED]) + more)
-
-
-def _reason(error: OSError) -> str:
+def reason(error: OSError) -> str:
   return error.strerror or str(error)
 
 
 # ------------------------------ a step ------------------------------
 
+FOLDER = "checkpoints"  # in a workdir
 STATE, CONFIG, RECORD = "state", "config", "record"
+PARAMETERS, VARIABLES = "params", "variables"  # branches of the state
+BASE = "base"  # of a record: where the parameters are that the checkpoint has not
 TOKENIZER = "tokenizer"  # a folder of files, where the tokens are not bytes
-_JSON = {item: f"{item}/metadata" for item in (CONFIG, RECORD)}
+JSON = {item: f"{item}/metadata" for item in (CONFIG, RECORD)}
 COMMITTED = "commit_success.txt"
 STEP_METADATA = "_CHECKPOINT_METADATA"
 FULL, SIZE, OFF = "full", "size", "off"  # checkpoint.verify
-# Files up to this size are checked by every process, before it trusts the names in them; shapes and
-# dtypes are in TensorStore's index, which has its own checksums. Of the larger files, with the
-# arrays, each process checks a share.
-SMALL_BYTES = 2**20
 
 
 class UnreadableError(Exception):
@@ -352,89 +240,6 @@ class Verified:
   def step(self) -> int:
     """Returns its number."""
     return int(self.path.name)
-
-
-def check(path: epath.Path, verify: str) -> Verified:
-  """Verifies that all files exist, and that the small ones are what was written.
-
-  Each small file is read once: what is returned is what was verified.
-
-  Args:
-    path: a step's folder.
-    verify: `full`; `size`: only the sizes of files; `off`: only Orbax's markers.
-
-  Raises:
-    UnreadableError: something is missing or damaged.
-  """
-  contents: dict[str, bytes] = {}
-  large: list[Digest] = []
-  if verify == OFF:
-    _check_marks(path)
-  try:
-    if verify == OFF:
-      file_sizes(path)  # plain files only: Orbax and TensorStore would wait for a FIFO
-    else:
-      listed = read_digests(path)
-      check_sizes(path, listed)
-    if verify == FULL:
-      small = [d for d in listed if d.size <= SMALL_BYTES or d.path in _JSON.values()]
-      large = [d for d in listed if d not in small]
-      contents = check_contents(path, small, keep=_JSON.values())
-  except DamagedError as error:
-    raise UnreadableError(str(error)) from error
-  config, record = (read_json(path, item, contents.get(_JSON[item])) for item in (CONFIG, RECORD))
-  return Verified(path, config, record, tuple(large))
-
-
-def check_share(path: epath.Path, listed: Sequence[Digest], together: Together) -> None:
-  """Checks the content of this process's share of files.
-
-  Raises:
-    UnreadableError: one is damaged.
-  """
-  try:
-    check_contents(path, share_of(listed, together.index, together.count))
-  except DamagedError as error:
-    raise UnreadableError(str(error)) from error
-
-
-def read_json(path: epath.Path, item: str, content: bytes | None = None) -> dict[str, Any]:
-  """Returns the JSON of an item (`config` or `record`) of a step's folder, which is not verified.
-
-  Args:
-    path: the step's folder.
-    item: which.
-    content: of its file, where that has been read.
-
-  Raises:
-    UnreadableError: it is missing, or is not JSON.
-  """
-  try:
-    parsed = files.read_json(path / _JSON[item]) if content is None else files.parse_json(content)
-  except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
-    raise UnreadableError(f"{item}/metadata: {one_line(error)}") from error
-  if not isinstance(parsed, dict):
-    raise UnreadableError(f"{item}/metadata: not a JSON object")
-  return parsed
-
-
-def _check_marks(path: epath.Path) -> None:
-  """Checks the markers of a complete step, which Orbax does not."""
-  missing = [
-    name
-    for name in (
-      COMMITTED,
-      STEP_METADATA,
-      *(f"{item}/{COMMITTED}" for item in (STATE, CONFIG, RECORD)),
-    )
-    if not (path / name).exists() or not (path / name).stat().length
-  ]
-  if missing:
-    raise UnreadableError(f"missing or empty: {', '.join(missing)}")
-  try:
-    files.read_json(path / STEP_METADATA)
-  except (OSError, ValueError) as error:
-    raise UnreadableError(f"{STEP_METADATA}: {one_line(error)}") from error
 
 
 # The settings of an array in TensorStore's errors, a page of JSON.
@@ -474,6 +279,33 @@ def is_step(path: epath.Path) -> bool:
     return False
   names = _entries(path)
   return names >= ITEMS or (DIGESTS in names and digests_begin(path))
+
+
+def listed(there: Sequence[int]) -> str:
+  """Returns steps as a text."""
+  return ", ".join(map(str, there)) or "none"
+
+
+def steps(folder: epath.Path) -> list[int]:
+  """Returns the steps saved in a folder, oldest first, intact or damaged."""
+  if not folder.is_dir():
+    return []
+  return sorted(int(child.name) for child in folder.iterdir() if is_step(child))
+
+
+def require_steps(folder: epath.Path) -> list[int]:
+  """Returns the steps of a folder; raises ValueError if there are none."""
+  there = steps(folder)
+  if not there:
+    raise nothing_in(folder)
+  return there
+
+
+def nothing_in(folder: epath.Path) -> ValueError:
+  what = "has no checkpoints" if folder.is_dir() else "is not a folder"
+  return ValueError(
+    f"{folder} {what}; give the workdir of a run that has saved one, or WORKDIR/STEP"
+  )
 
 
 def is_leftover(path: epath.Path) -> bool:
@@ -524,3 +356,17 @@ def _entries(path: epath.Path) -> set[str]:
   with contextlib.suppress(OSError):
     return {child.name for child in path.iterdir()}
   return set()
+
+
+# ------------------------------ warnings ------------------------------
+
+
+def warn(text: str) -> None:
+  """Prints a warning to standard error at once."""
+  print(text, file=sys.stderr, flush=True)
+
+
+def warn_once(text: str) -> None:
+  """Prints a warning to standard error, for all processes once."""
+  if current().first:
+    warn(printable(text))

@@ -17,8 +17,7 @@ from typing import Any
 import jax
 import optax
 
-from partitioning import optimizer_state
-from partitioning.rules import HOST, Placement, named_leaves
+from partitioning.rules import HOST, Placement, leaves_by_path, named_leaves, owners
 
 Apply = Callable[[Any, Any], Any]  # (parameters, updates) -> parameters
 Stack = Callable[[str], str]  # parameter name -> the stack whose layers are its first dim, or ""
@@ -38,7 +37,8 @@ def on_host(
   Raises:
     ValueError: no array would be there.
   """
-  moved = named_leaves(_Stacked(stack, params, state).all, "optimizer/")
+  stacked = _Stacked(stack, params, state)
+  moved = named_leaves(stacked.all, "optimizer/")
   if not any(moved.values()):
     raise ValueError(
       "optimizer.state_memory=host: this optimizer has no state of stacked layers to move there; "
@@ -127,15 +127,12 @@ class _Stacked:
   """
 
   def __init__(self, stack: Stack, params: Any, state: Any):
-    names = optimizer_state.leaves_by_path(params)
-    leaves = optimizer_state.leaves_by_path(state)
-    owners = optimizer_state.owners(leaves, names)
+    names, leaves = leaves_by_path(params), leaves_by_path(state)
+    of = owners(leaves, names)
     stacks = {path: stack("/".join(path)) for path in names}
     self.layers = {stacks[path]: leaf.shape[0] for path, leaf in names.items() if stacks[path]}
     self.params = jax.tree.unflatten(jax.tree.structure(params), stacks.values())
-    found = [
-      stacks[owners[path]] if leaf.ndim and owners[path] else "" for path, leaf in leaves.items()
-    ]
+    found = [stacks[of[path]] if leaf.ndim and of[path] else "" for path, leaf in leaves.items()]
     self.state = jax.tree.unflatten(jax.tree.structure(state), found)
 
   @property

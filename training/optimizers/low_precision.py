@@ -23,8 +23,7 @@ import optax
 from jaxtyping import Array, Float, Int, UInt8, UInt32
 
 from models.mup import STACKS, VECTORS
-from partitioning.optimizer_state import Path, kept_by_trial, leaves_by_path, owners
-from partitioning.rules import letters_of, named_leaves
+from partitioning.rules import Path, kept_by_trial, leaves_by_path, letters_of, named_leaves, owners
 from training.optimizers.spec import OptimizerSpec
 
 # ------------------------------ stochastic rounding ------------------------------

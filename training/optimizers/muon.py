@@ -23,6 +23,7 @@ from partitioning.dtypes import wide_dtype
 from partitioning.parallel.matrix_groups import MATRIX, Group, Matrix, Move, grouped
 from partitioning.parallel.whole_matrices import on_whole_matrices
 from partitioning.rules import letters_of, named_leaves, place_parameters
+from runtime.printable import few
 from training.optimizers.spec import OptimizerSpec, tree_of_names
 
 # Dims of hidden matrices; not those of inputs, outputs and tables.
@@ -102,13 +103,12 @@ class HiddenMatrices:
       for name in names
       if len(letters[name]) > 1 and not name.endswith(VECTORS)
     ]
-    more = f" and {len(kernels) - _MOST_KERNELS} more" if len(kernels) > _MOST_KERNELS else ""
     title = "SOAP" if self.spec.name == "soap" else "Muon"
     raise ValueError(
       f"optimizer.name={self.spec.name}: {title} would update 0 of the {len(names)} trained "
       f"parameters of the model {self.spec.model}, and its Adam all: {title} takes kernels whose "
       f"dims, {', '.join(STACKS)} apart, are all among {', '.join(_HIDDEN)}. Trained kernels are "
-      f"{', '.join(kernels[:_MOST_KERNELS]) or '(none)'}{more}. Give the model's hidden dims these "
+      f"{few(kernels, _MOST_KERNELS) or '(none)'}. Give the model's hidden dims these "
       f"names, or choose another optimizer"
     )
 

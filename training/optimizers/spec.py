@@ -1,4 +1,4 @@
-"""What an optimizer follows of a config, resolved once."""
+"""What an optimizer follows; `training.specs` resolves it."""
 
 import ast
 import dataclasses
@@ -6,11 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
-from models import model_spec
 from models.mup import Widths
-from models.spec import ModelSpec
 from partitioning.rules import Legend, Overrides, Table, named_leaves
 
 
@@ -108,24 +105,6 @@ class Part:
   spec: OptimizerSpec
   params: Any
   decays_all: bool = False
-
-
-def optimizer_spec(config: ConfigDict, model: ModelSpec | None = None) -> OptimizerSpec:
-  """Returns what the optimizer needs to know of a finalized config, and of its model's spec."""
-  fields, keys, training = OptimizerSpec.__dataclass_fields__, config.optimizer, config.training
-  model = model or model_spec(config)
-  return OptimizerSpec(
-    seed=config.seed,
-    model=config.model.name,
-    letters=model.parameters,
-    legend=model.legend,
-    widths=model.widths,
-    state_table=config.partitioning.optimizer,
-    overrides=config.partitioning.overrides,
-    keys=tuple(keys),
-    others={key: value for key, value in keys.items() if key not in fields},
-    **{key: section[key] for section in (training, keys) for key in fields if key in section},
-  )
 
 
 def parse_arguments(text: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import numpy as np  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 from partitioning.rules import nested  # noqa: E402
-from training.checkpointing import restore as reading  # noqa: E402
+from training.checkpointing import reading  # noqa: E402
 from training.checkpointing.checkpointer import Checkpointer  # noqa: E402
 
 

@@ -20,12 +20,12 @@ jax.config.update("jax_num_cpu_devices", 4)
 
 from processes import coordination as groups  # noqa: E402
 from tests.training.checkpointing import states  # noqa: E402
-from training.checkpointing import integrity  # noqa: E402
+from training.checkpointing import integrity, reading  # noqa: E402
 from training.checkpointing.checkpointer import Checkpointer  # noqa: E402
 from training.checkpointing.consensus import Together  # noqa: E402
 
 groups.connect(start_timeout_seconds=60, heartbeat_seconds=20)
-integrity.SMALL_BYTES = 100  # so that the files of a small state are shared out
+reading.SMALL_BYTES = 100  # so that the files of a small state are shared out
 computed, checked = [], []
 
 
@@ -41,8 +41,8 @@ def counted(function, paths_of, found):
 
 
 integrity.compute_digests = counted(integrity.compute_digests, list, computed)
-integrity.check_contents = counted(
-  integrity.check_contents, lambda listed: [digest.path for digest in listed], checked
+reading.check_contents = counted(
+  reading.check_contents, lambda listed: [digest.path for digest in listed], checked
 )
 
 

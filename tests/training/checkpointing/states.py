@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from training.checkpointing import restore
+from training.checkpointing import reading
 from training.checkpointing.checkpointer import Checkpointer
 from training.setup import Job
 from training.state import State
@@ -78,7 +78,7 @@ def counting_target() -> dict:
 def restored_parameters(folder, step=None, target=None, **settings):
   """Returns (step, parameters) of a checkpoint, by default for `counting_target`."""
   abstract = {"params": target or counting_target()["params"]}
-  found, tree = restore.restore_branches(folder, abstract, step, **settings)
+  found, tree = reading.restore_branches(folder, abstract, step, **settings)
   return found.step, tree["params"]
 
 

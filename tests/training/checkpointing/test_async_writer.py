@@ -15,7 +15,7 @@ from etils import epath
 
 from processes.listening import free_port
 from tests.training.checkpointing.damage import flip
-from training.checkpointing import integrity
+from training.checkpointing import integrity, reading
 
 ROOT = pathlib.Path(__file__).parents[3]
 COUNT = 2
@@ -111,9 +111,9 @@ def test_each_computes_the_digests_of_what_it_has_written(pair):
   for index, answer in enumerate(answers):
     assert sorted(answer["computed"]) == sorted(p for p in files if owner(p) == index)
     assert answer["computed"]
-  assert [
-    digest.path for digest in integrity.read_digests(epath.Path(pair.folder / "11"))
-  ] == sorted(files)
+  assert [digest.path for digest in reading.read_digests(epath.Path(pair.folder / "11"))] == sorted(
+    files
+  )
 
 
 def test_each_checks_its_share_of_the_large_files_and_all_the_small_ones(pair):

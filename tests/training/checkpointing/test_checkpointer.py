@@ -20,7 +20,7 @@ from tests.training.checkpointing.states import (
   restored_parameters,
   save_counting,
 )
-from training.checkpointing import restore
+from training.checkpointing import reading
 from training.checkpointing.checkpointer import Checkpointer, Retention
 
 # ------------------------------ retention ------------------------------
@@ -120,7 +120,7 @@ def test_a_large_array_of_one_device_is_read_in_parts(tmp_path):
   )
   with Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, {"x": array}, config={}, record={})
-  stored = restore.stored_arrays(checkpointer.folder / "1")["x"]
+  stored = reading.stored_arrays(checkpointer.folder / "1")["x"]
   assert np.prod(stored.storage.chunk_shape) * 4 <= 2**25 < array.nbytes
 
 

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 from etils import epath
 
-from training.checkpointing import integrity
+from training.checkpointing import integrity, reading
 from training.checkpointing.integrity import DamagedError, Digest
 
 CONTENTS = {"a": b"", "state/d/long name": b"x" * 5000, "state/manifest": b"yz", "config/m": b"{}"}
@@ -27,9 +27,9 @@ def folder(tmp_path):
 
 def check(folder):
   """Checks all of a folder."""
-  listed = integrity.read_digests(folder)
-  integrity.check_sizes(folder, listed)
-  integrity.check_contents(folder, listed)
+  listed = reading.read_digests(folder)
+  reading.check_sizes(folder, listed)
+  reading.check_contents(folder, listed)
 
 
 def test_the_file_is_what_the_documents_say(folder):
@@ -122,20 +122,20 @@ def test_of_many_files_the_first_are_named_and_the_others_counted(folder):
 
 def test_any_bit_of_the_digests_that_flips_is_noticed(folder):
   content = (folder / "digests").read_bytes()
-  assert integrity.parse_digests(content)
+  assert reading.parse_digests(content)
   for byte in range(len(content)):
     for bit in range(8):
       flipped = bytearray(content)
       flipped[byte] ^= 1 << bit
       with pytest.raises(DamagedError):
-        integrity.parse_digests(bytes(flipped))
+        reading.parse_digests(bytes(flipped))
 
 
 def test_digests_that_are_cut_or_longer_are_noticed(folder):
   content = (folder / "digests").read_bytes()
   for other in (*(content[:end] for end in range(len(content))), content + b"\n", b"\n" + content):
     with pytest.raises(DamagedError, match=r"^digests: it is not what was written \(\d+ bytes\)$"):
-      integrity.parse_digests(other)
+      reading.parse_digests(other)
 
 
 def test_another_form_and_other_lines_are_refused():
@@ -144,19 +144,19 @@ def test_another_form_and_other_lines_are_refused():
     return f"{above}{hashlib.sha256(above.encode()).hexdigest()} end\n".encode()
 
   with pytest.raises(DamagedError, match="begins with 'checkpoint digests 2'"):
-    integrity.parse_digests(text("checkpoint digests 2"))
+    reading.parse_digests(text("checkpoint digests 2"))
   good = f"{'0' * 64} 5 a"
-  assert integrity.parse_digests(text("checkpoint digests 1", good)) == [Digest("a", 5, "0" * 64)]
+  assert reading.parse_digests(text("checkpoint digests 1", good)) == [Digest("a", 5, "0" * 64)]
   for line in (f"{'0' * 63} 5 a", f"{'0' * 64} -5 a", f"{'0' * 64} 05 a", f"{'0' * 64} 5 ", "x"):
     with pytest.raises(DamagedError, match="no digest, size and path"):
-      integrity.parse_digests(text("checkpoint digests 1", line))
+      reading.parse_digests(text("checkpoint digests 1", line))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_the_shares_are_all_files_once_and_about_as_many_bytes(count):
   chance = random.Random(count)
   listed = [Digest(f"file {i}", chance.randrange(1000), "0" * 64) for i in range(40)]
-  shares = [integrity.share_of(listed, index, count) for index in range(count)]
+  shares = [reading.share_of(listed, index, count) for index in range(count)]
   assert sorted((d for one in shares for d in one), key=lambda d: d.path) == sorted(
     listed, key=lambda d: d.path
   )
@@ -164,7 +164,7 @@ def test_the_shares_are_all_files_once_and_about_as_many_bytes(count):
   assert max(loads) - min(loads) <= 1000
   # All processes find the same shares, in whatever order they list the files.
   again = random.Random(0).sample(listed, len(listed))
-  assert [integrity.share_of(again, index, count) for index in range(count)] == shares
+  assert [reading.share_of(again, index, count) for index in range(count)] == shares
 
 
 def test_a_large_file_is_read_in_blocks(tmp_path):
@@ -175,7 +175,7 @@ def test_a_large_file_is_read_in_blocks(tmp_path):
   tracemalloc.start()
   try:
     [digest] = integrity.compute_digests(folder, ["large"])
-    integrity.check_contents(folder, [digest])
+    reading.check_contents(folder, [digest])
     _, most = tracemalloc.get_traced_memory()
   finally:
     tracemalloc.stop()

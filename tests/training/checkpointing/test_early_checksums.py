@@ -10,7 +10,7 @@ from etils import epath
 
 from tests.training.checkpointing.states import CONFIG, RECORD
 from training.checkpointing import async_writer as module
-from training.checkpointing import integrity
+from training.checkpointing import integrity, reading
 from training.checkpointing.async_writer import EarlyChecksums
 from training.checkpointing.checkpointer import Checkpointer
 
@@ -109,8 +109,8 @@ def test_files_read_ahead_are_not_read_again_and_are_in_the_digests(tmp_path, mo
   tree = jax.tree.map(jax.device_put, {"step": np.int32(3), "params": params})
   with Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(3, tree, config=CONFIG, record=RECORD)
-  listed = integrity.read_digests(epath.Path(tmp_path / "3"))
+  listed = reading.read_digests(epath.Path(tmp_path / "3"))
   expected = sorted((digest.path.rpartition("/")[2], digest.size) for digest in listed)
   # A part of a file may have been read before it was complete, on a busy machine.
   assert sorted(one for one in whole if one in expected) == expected
-  integrity.check_contents(epath.Path(tmp_path / "3"), listed)
+  reading.check_contents(epath.Path(tmp_path / "3"), listed)

@@ -17,7 +17,7 @@ from tests.training.checkpointing.states import (
   restored_parameters,
   save_counting,
 )
-from training.checkpointing import integrity, restore
+from training.checkpointing import integrity, reading
 from training.checkpointing.async_writer import SaveError
 from training.checkpointing.checkpointer import Checkpointer
 
@@ -100,15 +100,15 @@ def copy(saved, tmp_path):
 def test_a_damaged_step_is_still_ours(name, copy):
   for path in damage.files(copy / "20", name):
     path.unlink()
-  assert restore.steps(epath.Path(copy)) == [10, 20]
+  assert integrity.steps(epath.Path(copy)) == [10, 20]
 
 
 @pytest.mark.parametrize("name", ["config", "record", "state"])
 def test_a_step_without_an_item_is_ours_by_its_digests(name, copy):
   shutil.rmtree(copy / "20" / name)
-  assert restore.steps(epath.Path(copy)) == [10, 20]
+  assert integrity.steps(epath.Path(copy)) == [10, 20]
   (copy / "20" / "digests").write_text("somebody else's\n")
-  assert restore.steps(epath.Path(copy)) == [10]
+  assert integrity.steps(epath.Path(copy)) == [10]
 
 
 def test_each_broken_step_is_kept(copy):
@@ -143,7 +143,7 @@ def test_a_link_to_a_step_is_not_a_step_of_this_folder(copy, tmp_path):
   assert contents(elsewhere) == before
   assert "not saved by this application: 20;" in said[0]
   # Named by itself it can be read.
-  folder, step = restore.parse_location(str(copy / "20"))
+  folder, step = reading.parse_location(str(copy / "20"))
   _, parameters = restored_parameters(folder, step)
   assert_bit_equal(parameters, counting_tree(20)["params"])
 

@@ -23,7 +23,7 @@ from tests.training.checkpointing.states import (
   restored_parameters,
   save_counting,
 )
-from training.checkpointing import async_writer, integrity, restore
+from training.checkpointing import async_writer, integrity, reading
 from training.checkpointing.checkpointer import Checkpointer
 
 OLDER, NEWER = 10, 20
@@ -155,25 +155,25 @@ def test_checkpoints_without_digests_can_be_read_as_they_are(plain):
 @pytest.fixture
 def read(monkeypatch):
   """Returns the list of files whose content is compared from here on."""
-  found, check = [], integrity.check_contents
+  found, check = [], reading.check_contents
 
   def noting(folder, listed, **more):
     found.extend(digest.path for digest in listed)
     return check(folder, listed, **more)
 
-  monkeypatch.setattr(integrity, "check_contents", noting)
-  monkeypatch.setattr(integrity, "SMALL_BYTES", 2000)
+  monkeypatch.setattr(reading, "check_contents", noting)
+  monkeypatch.setattr(reading, "SMALL_BYTES", 2000)
   return found
 
 
 def test_every_file_is_compared_once(copy, read):
   assert restored(copy, integrity.FULL)[0] == NEWER
-  assert sorted(read) == sorted(digest.path for digest in integrity.read_digests(path_of(copy)))
+  assert sorted(read) == sorted(digest.path for digest in reading.read_digests(path_of(copy)))
 
 
 def path_of(folder):
   """Returns the newest step's folder."""
-  return restore.epath.Path(folder) / str(NEWER)
+  return reading.epath.Path(folder) / str(NEWER)
 
 
 def test_what_does_not_fit_is_refused_before_arrays_are_read(copy, read):
@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused_before_arrays_are_read(copy, read):
   ):
     checkpointer.restore(target)
   sizes = integrity.file_sizes(path_of(copy))
-  assert max(sizes[path] for path in read) <= integrity.SMALL_BYTES < max(sizes.values())
+  assert max(sizes[path] for path in read) <= reading.SMALL_BYTES < max(sizes.values())
 
 
 def test_damaged_names_are_damage_and_no_refusal(copy):

@@ -8,7 +8,7 @@ import optax
 
 from tests.training.test_optimizer import config_of, drawn
 from training.optimizers.build import make_optimizer
-from training.optimizers.spec import optimizer_spec
+from training.specs import resolve
 
 DECAY = 0.25
 
@@ -19,7 +19,7 @@ def two_updates(decay):
   keys = {"optimizer.name": "adafactor", "optimizer.weight_decay": decay}
   config = config_of("adafactor", **keys, **{"optimizer.warmup_steps": 4})
   params, found = drawn(0), []
-  made = make_optimizer(optimizer_spec(config), params)
+  made = make_optimizer(resolve(config).optimizer, params)
   state, update = made.init(params), jax.jit(made.update)
   with jax.numpy_dtype_promotion("standard"):
     for seed in (1, 2):

@@ -7,7 +7,7 @@ from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job
 from training.optimizers.build import matrix_groups
 from training.optimizers.muon import HiddenMatrices
-from training.optimizers.spec import optimizer_spec
+from training.specs import resolve
 
 OF_THE_DECODER = {
   "layers/attention/query/kernel": Matrix((1,), (2, 3)),
@@ -24,7 +24,9 @@ OTHERS = ("embed/table", "unembed/kernel", "final_norm/scale", "layers/mlp_norm/
 
 
 def test_of_a_decoder_they_are_the_kernels_of_its_blocks():
-  hidden = HiddenMatrices(optimizer_spec(make_job("fsdp8", "lm", **{"model.biases": "qkv"}).config))
+  hidden = HiddenMatrices(
+    resolve(make_job("fsdp8", "lm", **{"model.biases": "qkv"}).config).optimizer
+  )
   biases = ("layers/attention/query/bias",)  # of heads and head: two hidden dims, and no matrix
   assert hidden.of([*OTHERS, *biases, *OF_THE_DECODER]) == OF_THE_DECODER
   heads = hidden.of(OF_THE_DECODER, per_head=True)
@@ -37,7 +39,7 @@ def test_each_expert_s_kernel_is_a_matrix_and_the_router_s_is_not():
   keys = {"model.experts": 8, "model.dense_layers": 1, "model.shared_feedforward_size": 16}
   job = make_job("single", "lm", **keys, **{"model.expert_biases": True})
   names = [*named_leaves(job.program.params)]
-  found = HiddenMatrices(optimizer_spec(job.config)).of(names)
+  found = HiddenMatrices(resolve(job.config).optimizer).of(names)
   assert found == {
     **{f"{a}{b}": m for b, m in ATTENTION.items() for a in ("layers/", "dense_layers/")},
     **{f"dense_layers/mlp/{one}/kernel": Matrix((1,), (2,)) for one in PARTS},
@@ -48,7 +50,7 @@ def test_each_expert_s_kernel_is_a_matrix_and_the_router_s_is_not():
 
 def test_a_model_without_any_is_refused_with_its_kernels():
   job = make_job("single", "mlp")
-  hidden = HiddenMatrices(optimizer_spec(job.config))
+  hidden = HiddenMatrices(resolve(job.config).optimizer)
   assert list(hidden.of(["layer_1/kernel", "layer_2/kernel", "layer_2/bias"])) == ["layer_2/kernel"]
   with pytest.raises(ValueError, match="would update 0") as error:
     hidden.refuse_none(["layer_1/kernel", "layer_1/bias"])
@@ -62,7 +64,9 @@ def test_their_state_is_sharded_by_the_optimizers_table_and_overrides():
   override = {"partitioning.overrides": ((name, (None, None, "data")),)}
   for overrides, wanted in ((keys, (None, ("fsdp", "data"), "tensor")), (override, None)):
     job = make_job("dp2_fsdp2_tp2", "lm", **{"optimizer.name": "muon", **overrides})
-    specs = HiddenMatrices(optimizer_spec(job.config)).specs(job.program.params, job.devices.sizes)
+    specs = HiddenMatrices(resolve(job.config).optimizer).specs(
+      job.program.params, job.devices.sizes
+    )
     placed = {n.partition("/momentum/")[2]: p for n, p in job.placements["optimizer"].items()}
     assert {n: placed[n].spec for n in OF_THE_DECODER} == {n: specs[n] for n in OF_THE_DECODER}
     assert tuple(specs[name]) == (wanted or (None, None, "data"))
@@ -71,7 +75,7 @@ def test_their_state_is_sharded_by_the_optimizers_table_and_overrides():
 def test_a_group_of_the_parameters_may_be_muon_s():
   groups = ({"parameters": "layers/mlp/*", "name": "muon"},)
   job = make_job("fsdp8", "lm", **{"optimizer.groups": groups})
-  [(_, group)] = matrix_groups(optimizer_spec(job.config), job.program.params, job.devices.sizes)
+  [(_, group)] = matrix_groups(resolve(job.config).optimizer, job.program.params, job.devices.sizes)
   assert (group.shape, group.count, group.each) == ((40, 56), 6, 1)
   momenta = {n: p for n, p in job.placements["optimizer"].items() if "/momentum/" in n}
   assert sorted(n.rpartition("layers/")[2] for n in momenta) == [

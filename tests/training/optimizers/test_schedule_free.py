@@ -11,10 +11,10 @@ from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.training import runs
 from tests.training.test_optimizer import config_of, drawn
-from training import restore
+from training import base_parameters
 from training.optimizers.build import decayed, make_optimizer
 from training.optimizers.first_order import gradient_point, schedule_free_adamw
-from training.optimizers.spec import optimizer_spec
+from training.specs import resolve
 
 RATE, DECAY, BETA_1, BETA_2, EPSILON = 0.05, 0.3, 0.8, 0.9, 1e-4
 KEYS = {
@@ -117,7 +117,7 @@ def test_a_run_resumes_to_the_bit_and_is_read_at_the_average(tmp_path):
   runs.train(tmp_path / "cut", rows, prepared=runs.job(**keys, **{"training.steps": 10}))
   runs.train(tmp_path / "cut", rows, prepared=job)
   runs.assert_same(tmp_path / "cut", tmp_path / "whole", job)
-  _, params, _ = restore.model_state(job, str(tmp_path / "cut"))
+  _, params, _ = base_parameters.model_state(job, str(tmp_path / "cut"))
   for ours, its in zip(*map(jax.tree.leaves, (params, end.state.params)), strict=True):
     assert np.asarray(ours).tobytes() == np.asarray(its).tobytes()
   [written] = [
@@ -145,7 +145,7 @@ def test_with_groups_only_its_own_parameters_have_another_point():
   groups = ({"parameters": "*kernel", "name": "schedule_free_adamw"},)
   keys = {"optimizer.groups": groups, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
   params, grads = drawn(0), drawn(1)
-  made = make_optimizer(optimizer_spec(config_of("adamw", **keys)), params)
+  made = make_optimizer(resolve(config_of("adamw", **keys)).optimizer, params)
 
   @jax.jit
   def two_steps(params, state):

@@ -11,7 +11,6 @@ from configs.schema import finalize
 from partitioning.rules import named_leaves
 from training.optimizers.build import make_optimizer
 from training.optimizers.low_precision import Blocks, decode_blocks
-from training.optimizers.spec import optimizer_spec
 from training.specs import resolve
 from training.step import make_program
 
@@ -42,7 +41,7 @@ def drawn(seed, scale=1.0):
 
 def optimizer_of(name, dtype, **overrides):
   config = config_of(name, **{"optimizer.state_dtype": dtype, **overrides})
-  return make_optimizer(optimizer_spec(config), drawn(0))
+  return make_optimizer(resolve(config).optimizer, drawn(0))
 
 
 def compiled(optimizer):
@@ -106,7 +105,9 @@ def test_moments_of_kernels_are_stored_narrower(name, overrides, fields):
 def test_muons_momentum_and_its_adamw_are_stored_narrower():
   params = drawn(0)
   config = config_of("muon", **{"optimizer.state_dtype": "int8"})
-  _, in_blocks = narrow(jax.eval_shape(make_optimizer(optimizer_spec(config), params).init, params))
+  _, in_blocks = narrow(
+    jax.eval_shape(make_optimizer(resolve(config).optimizer, params).init, params)
+  )
   assert in_blocks == {f"0/inner_states/muon/inner_state/momentum/{NAMES[0]}"}
 
 
@@ -156,7 +157,7 @@ def test_random_bits_are_others_in_each_step_and_for_another_seed():
   found = []
   for seed, count in ((0, 0), (0, 1), (1, 0)):
     config = config_of(**{"optimizer.state_dtype": "bfloat16", "seed": seed})
-    ours = make_optimizer(optimizer_spec(config), params)
+    ours = make_optimizer(resolve(config).optimizer, params)
     _, state = compiled(ours)(grads, ours.init(params)._replace(count=jnp.int32(count)), params)
     found.append(np.asarray(state.inner[0].mu["layers"]["mlp"]["up"]["kernel"], np.float32))
   assert np.mean(found[0] != found[1]) > 0.2
@@ -197,7 +198,7 @@ def test_float32_state_is_the_optimizers_own():
 def test_soaps_squares_of_a_square_kernel_stay_float32():
   kernel = {"layers": {"mlp": {"up": {"kernel": np.zeros((2, 64, 64), np.float32)}}}}
   config = config_of("soap", **{"optimizer.state_dtype": "bfloat16"})
-  state = named_leaves(make_optimizer(optimizer_spec(config), kernel).init(kernel))
+  state = named_leaves(make_optimizer(resolve(config).optimizer, kernel).init(kernel))
   squares = {name: x.dtype for name, x in state.items() if x.shape == (2, 64, 64)}
   narrowed = {name for name, dtype in squares.items() if dtype == jnp.bfloat16}
   assert len(squares) == 6

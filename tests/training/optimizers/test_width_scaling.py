@@ -18,7 +18,6 @@ from tests.training.test_optimizer import CONSTANT, updates_of
 from training.optimizers import build, groups
 from training.optimizers.build import make_optimizer
 from training.optimizers.first_order import averaged, gradient_point
-from training.optimizers.spec import optimizer_spec
 from training.specs import resolve
 from training.step import make_program
 
@@ -57,7 +56,7 @@ def updates(name, recipe="mlp", /, **overrides):
   """Returns, by parameter: its value, its gradients, and the updates of the steps."""
   config = config_of(name, recipe, **overrides)
   params, steps = nested(recipe, 0), [nested(recipe, 1 + i) for i in range(STEPS)]
-  found = updates_of(make_optimizer(optimizer_spec(config), params), params, steps)
+  found = updates_of(make_optimizer(resolve(config).optimizer, params), params, steps)
   trees = [named_leaves(tree) for tree in (params, *steps, *found)]
   return {
     name: (trees[0][name], [t[name] for t in trees[1:-STEPS]], [t[name] for t in trees[-STEPS:]])
@@ -111,7 +110,7 @@ def test_lion_has_adam_s_factors():
 def test_schedule_free_parameters_are_averages_at_adam_s_rates():
   keys = {**schedule_free.KEYS, "optimizer.epsilon": 0.1, **BASE}
   params, steps = nested("mlp", 0), [nested("mlp", 1 + i) for i in range(4)]
-  made = make_optimizer(optimizer_spec(config_of("schedule_free_adamw", **keys)), params)
+  made = make_optimizer(resolve(config_of("schedule_free_adamw", **keys)).optimizer, params)
   state, now, update = made.init(params), params, jax.jit(made.update)
   with jax.numpy_dtype_promotion("standard"):
     for grads in steps:
@@ -158,7 +157,7 @@ def test_muon_s_matrices_have_the_square_root_and_its_adamw_is_as_without(argume
 def test_the_groups_that_devices_share_are_those_without_mup():
   def found(**more):
     config = config_of("muon", "lm", **more)
-    return [group for _, group in build.matrix_groups(optimizer_spec(config), shapes("lm"), {})]
+    return [group for _, group in build.matrix_groups(resolve(config).optimizer, shapes("lm"), {})]
 
   assert [str(group) for group in found(**BASE)] == [str(group) for group in found()]
   assert found()
@@ -177,7 +176,7 @@ def test_an_orthogonal_update_changes_activations_as_much_at_every_width(ratio):
 
 def test_nothing_is_scaled_at_the_base_width():
   for name in ("adamw", "sgd", "muon"):
-    spec = optimizer_spec(config_of(name, "lm", **{"model.base_width": 40}))
+    spec = resolve(config_of(name, "lm", **{"model.base_width": 40})).optimizer
     [(same, params)] = groups.parts_by_width(spec, shapes("lm"))
     assert same is spec
     assert params is shapes("lm")
@@ -196,6 +195,6 @@ def test_optimizers_without_a_rule_are_refused_at_the_base_width_too(name, said)
   for width in (10, 40):
     config = config_of(name, **{"model.base_width": width, "optimizer.weight_decay": 0.0})
     with pytest.raises(ValueError, match="muP has no rule") as error:
-      make_optimizer(optimizer_spec(config), shapes("mlp"))
+      make_optimizer(resolve(config).optimizer, shapes("mlp"))
     assert said in str(error.value)
     assert str(error.value).startswith(f"model.base_width={width}: ")

@@ -1,12 +1,13 @@
-"""Reads checkpoints: finds a step, compares its arrays with the model, restores them sharded.
+"""Reads checkpoints: finds a step, verifies its files, restores its arrays sharded.
 
 Trees are stored as nested dicts by name. Nothing here writes.
 """
 
+import concurrent.futures
 import dataclasses
+import hashlib
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,29 +17,44 @@ import tensorstore as ts
 from etils import epath
 
 from partitioning.rules import named_leaves, nested
-from processes.coordination import current
-from runtime import files
-from runtime.printable import printable
+from runtime import files, forms
 from training.checkpointing import async_writer, integrity
 from training.checkpointing.consensus import Together, join_reports
-from training.checkpointing.integrity import FULL, STATE, UnreadableError, Verified, one_line
+from training.checkpointing.integrity import (
+  COMMITTED,
+  CONFIG,
+  DIGESTS,
+  FOLDER,
+  FULL,
+  JSON,
+  MOST_BYTES,
+  OFF,
+  RECORD,
+  STATE,
+  STEP_METADATA,
+  THREADS,
+  TITLE,
+  DamagedError,
+  Digest,
+  UnreadableError,
+  Verified,
+  file_sizes,
+  listed,
+  nothing_in,
+  one_line,
+  parse_line,
+  reason,
+  require_steps,
+  steps,
+  warn,
+)
 
-FOLDER = "checkpoints"  # in a workdir
-PARAMETERS, VARIABLES = "params", "variables"  # branches of the state
-BASE = "base"  # of a record: where the parameters are that the checkpoint has not
-_NAMED = 30  # so many arrays stand in a message
+_NAMED, _NAMED_FILES = 30, 3  # so many arrays stand in a message, and files
+# Files up to this size are checked by every process, before it trusts the names in them; shapes and
+# dtypes are in TensorStore's index, which has its own checksums. Of the larger files, with the
+# arrays, each process checks a share.
+SMALL_BYTES = 2**20
 _ARRAY = "/.zarray"  # ends the name of each array in TensorStore's index
-
-
-def warn(text: str) -> None:
-  """Prints a warning to standard error at once."""
-  print(text, file=sys.stderr, flush=True)
-
-
-def warn_once(text: str) -> None:
-  """Prints a warning to standard error, for all processes once."""
-  if current().first:
-    warn(printable(text))
 
 
 def parse_location(text: str) -> tuple[epath.Path, int | None]:
@@ -61,7 +77,7 @@ def parse_location(text: str) -> tuple[epath.Path, int | None]:
       if int(path.name) not in steps(folder):
         raise ValueError(f"{folder} has no step {path.name}; it has {listed(steps(folder))}")
       return folder, int(path.name)
-  raise _nothing_in(path)
+  raise nothing_in(path)
 
 
 def _is_store(folder: epath.Path) -> bool:
@@ -101,7 +117,7 @@ def restore_branches(
   folder, together = epath.Path(folder), together or Together()
 
   def read(step: int) -> tuple[Verified, Any]:
-    found = integrity.check(folder / str(step), verify)
+    found = check(folder / str(step), verify)
     tree = wanted(found) if callable(wanted) else wanted
     given = {"branches": tuple(tree), "together": together, "compared": compared}
     return found, read_arrays(found, tree, **given)
@@ -169,31 +185,203 @@ def restore_first(
   )
 
 
-def require_steps(folder: epath.Path) -> list[int]:
-  """Returns the steps of a folder; raises ValueError if there are none."""
-  there = steps(folder)
-  if not there:
-    raise _nothing_in(folder)
-  return there
+# ------------------------------ the files of a step ------------------------------
 
 
-def _nothing_in(folder: epath.Path) -> ValueError:
-  what = "has no checkpoints" if folder.is_dir() else "is not a folder"
-  return ValueError(
-    f"{folder} {what}; give the workdir of a run that has saved one, or WORKDIR/STEP"
-  )
+def parse_digests(content: bytes) -> list[Digest]:
+  """Reads the content of a file of digests.
+
+  Raises:
+    DamagedError: it is not what `to_text` has returned, to the last bit.
+  """
+  above, _, last = content.removesuffix(b"\n").rpartition(b"\n")
+  above += b"\n"
+  if last != f"{hashlib.sha256(above).hexdigest()} end".encode() or content[-1:] != b"\n":
+    raise DamagedError(f"{DIGESTS}: it is not what was written ({len(content)} bytes)")
+  title, *lines = above.decode().splitlines()
+  if title != TITLE:
+    raise DamagedError(f"{DIGESTS}: it begins with {title!r}, and {TITLE!r} is known here")
+  return [parse_line(line) for line in lines]
 
 
-def listed(there: Sequence[int]) -> str:
-  """Returns steps as a text."""
-  return ", ".join(map(str, there)) or "none"
+def read_digests(folder: epath.Path) -> list[Digest]:
+  """Reads a folder's file of digests.
+
+  Raises:
+    DamagedError: it is missing or damaged.
+  """
+  try:
+    return parse_digests(files.read_bytes(folder / DIGESTS, most_bytes=MOST_BYTES))
+  except FileNotFoundError:
+    raise DamagedError(
+      f"{DIGESTS}: missing, so the other files cannot be verified; it was lost, or the step was "
+      f"saved before there were digests: checkpoint.verify=off reads it as it is"
+    ) from None
+  except OSError as error:
+    raise DamagedError(f"{DIGESTS}: {reason(error)}") from error
 
 
-def steps(folder: epath.Path) -> list[int]:
-  """Returns the steps saved in a folder, oldest first, intact or damaged."""
-  if not folder.is_dir():
-    return []
-  return sorted(int(child.name) for child in folder.iterdir() if integrity.is_step(child))
+def check_sizes(folder: epath.Path, listed: Sequence[Digest]) -> None:
+  """Checks that exactly the listed files exist, with their sizes.
+
+  Raises:
+    DamagedError: with the files that are missing, unlisted or of another size.
+  """
+  try:
+    there = file_sizes(folder)
+  except OSError as error:
+    raise DamagedError(reason(error)) from error
+  wanted = {digest.path: digest.size for digest in listed}
+  wrong = []
+  for path in sorted({*there, *wanted}):
+    if path not in there:
+      wrong.append(f"{path}: missing")
+    elif path not in wanted:
+      wrong.append(f"{path}: not in {DIGESTS}")
+    elif there[path] != wanted[path]:
+      wrong.append(f"{path}: {there[path]} bytes, and it should be {wanted[path]}")
+  _raise_damaged(wrong)
+
+
+def check_contents(
+  folder: epath.Path, listed: Sequence[Digest], keep: Collection[str] = ()
+) -> dict[str, bytes]:
+  """Reads files in blocks, by several threads, and compares their digests.
+
+  Args:
+    folder: that the paths are relative to.
+    listed: the files.
+    keep: paths of small files whose content is returned, so that they need not be read again.
+
+  Returns:
+    path -> content of the files to be kept.
+
+  Raises:
+    DamagedError: with those that are not what was written.
+    PermissionError: it concerns this process, not the file.
+  """
+  blocks: dict[str, list[bytes]] = {path: [] for path in keep}
+
+  def one(digest: Digest) -> str:
+    try:
+      kept = blocks.get(digest.path)
+      size, value = integrity.read_through(folder / digest.path, digest.size, kept)
+    except PermissionError:
+      raise
+    except OSError as error:
+      return f"{digest.path}: {reason(error)}"
+    if (size, value) == (digest.size, digest.sha256):
+      return ""
+    return (
+      f"{digest.path}: its bytes have changed (SHA-256 {value[:12]}, {digest.sha256[:12]} once)"
+    )
+
+  with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+    _raise_damaged([text for text in pool.map(one, listed) if text])
+  read = {digest.path for digest in listed}
+  return {path: b"".join(parts) for path, parts in blocks.items() if path in read}
+
+
+def share_of(listed: Sequence[Digest], index: int, count: int) -> list[Digest]:
+  """Returns the files that one of several processes checks, about as many bytes for each."""
+  shares: list[list[Digest]] = [[] for _ in range(count)]
+  loads = [0] * count
+  for digest in sorted(listed, key=lambda d: (-d.size, d.path)):
+    least = loads.index(min(loads))
+    shares[least].append(digest)
+    loads[least] += digest.size
+  return shares[index]
+
+
+def _raise_damaged(wrong: list[str]) -> None:
+  if wrong:
+    raise DamagedError("; ".join(forms.first(wrong, _NAMED_FILES)))
+
+
+def check(path: epath.Path, verify: str) -> Verified:
+  """Verifies that all files exist, and that the small ones are what was written.
+
+  Each small file is read once: what is returned is what was verified.
+
+  Args:
+    path: a step's folder.
+    verify: `full`; `size`: only the sizes of files; `off`: only Orbax's markers.
+
+  Raises:
+    UnreadableError: something is missing or damaged.
+  """
+  contents: dict[str, bytes] = {}
+  large: list[Digest] = []
+  if verify == OFF:
+    _check_marks(path)
+  try:
+    if verify == OFF:
+      file_sizes(path)  # plain files only: Orbax and TensorStore would wait for a FIFO
+    else:
+      listed = read_digests(path)
+      check_sizes(path, listed)
+    if verify == FULL:
+      small = [d for d in listed if d.size <= SMALL_BYTES or d.path in JSON.values()]
+      large = [d for d in listed if d not in small]
+      contents = check_contents(path, small, keep=JSON.values())
+  except DamagedError as error:
+    raise UnreadableError(str(error)) from error
+  config, record = (read_json(path, item, contents.get(JSON[item])) for item in (CONFIG, RECORD))
+  return Verified(path, config, record, tuple(large))
+
+
+def check_share(path: epath.Path, listed: Sequence[Digest], together: Together) -> None:
+  """Checks the content of this process's share of files.
+
+  Raises:
+    UnreadableError: one is damaged.
+  """
+  try:
+    check_contents(path, share_of(listed, together.index, together.count))
+  except DamagedError as error:
+    raise UnreadableError(str(error)) from error
+
+
+def read_json(path: epath.Path, item: str, content: bytes | None = None) -> dict[str, Any]:
+  """Returns the JSON of an item (`config` or `record`) of a step's folder, which is not verified.
+
+  Args:
+    path: the step's folder.
+    item: which.
+    content: of its file, where that has been read.
+
+  Raises:
+    UnreadableError: it is missing, or is not JSON.
+  """
+  try:
+    parsed = files.read_json(path / JSON[item]) if content is None else files.parse_json(content)
+  except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
+    raise UnreadableError(f"{item}/metadata: {one_line(error)}") from error
+  if not isinstance(parsed, dict):
+    raise UnreadableError(f"{item}/metadata: not a JSON object")
+  return parsed
+
+
+def _check_marks(path: epath.Path) -> None:
+  """Checks the markers of a complete step, which Orbax does not."""
+  missing = [
+    name
+    for name in (
+      COMMITTED,
+      STEP_METADATA,
+      *(f"{item}/{COMMITTED}" for item in (STATE, CONFIG, RECORD)),
+    )
+    if not (path / name).exists() or not (path / name).stat().length
+  ]
+  if missing:
+    raise UnreadableError(f"missing or empty: {', '.join(missing)}")
+  try:
+    files.read_json(path / STEP_METADATA)
+  except (OSError, ValueError) as error:
+    raise UnreadableError(f"{STEP_METADATA}: {one_line(error)}") from error
+
+
+# ------------------------------ arrays ------------------------------
 
 
 def read_arrays(
@@ -228,7 +416,7 @@ def read_arrays(
     require_same(path, differences(stored, wanted))
   if not wanted:
     return abstract
-  integrity.check_share(path, checkpoint.large, together or Together())
+  check_share(path, checkpoint.large, together or Together())
   restore_args = {
     name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
     for name, leaf in wanted.items()
@@ -265,7 +453,7 @@ def _text(array: Any) -> str:
   return f"{np.dtype(array.dtype)}[{', '.join(map(str, array.shape))}]"
 
 
-def require_same(path: epath.Path, lines: Sequence[str]) -> None:
+def require_same(path: epath.Path, lines: list[str]) -> None:
   """Raises ValueError if there are differences between a step's arrays and the requested ones.
 
   Raises:
@@ -275,9 +463,7 @@ def require_same(path: epath.Path, lines: Sequence[str]) -> None:
     return
   _check_names(path)
   count = f"{len(lines)} {'array differs' if len(lines) == 1 else 'arrays differ'}"
-  if len(lines) > _NAMED:
-    lines = [*lines[:_NAMED], f"and {len(lines) - _NAMED} more"]
-  raise ValueError(f"{path} does not fit ({count}):\n" + "\n".join(f"  {x}" for x in lines))
+  raise forms.refusal(f"{path} does not fit ({count}):", lines, _NAMED)
 
 
 def stored_arrays(path: epath.Path) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from tests.training.checkpointing.states import (
   save_counting,
 )
 from training.checkpointing.checkpointer import Checkpointer
-from training.checkpointing.restore import (
+from training.checkpointing.reading import (
   differences,
   parse_location,
   restore_branches,
