@@ -1,6 +1,6 @@
 # make train | test | test-long | test-all | test-faults | test-plan | test-transformers | test-sinks
-# | test-deploy | buckets | sinks | lint | setup | lock. Everything is installed into .venv, from PYTHON, as the lock files say: every package pinned
-# and checked by its SHA-256.
+# | test-deploy | test-slurm | buckets | sinks | lint | setup | lock. Everything is installed into .venv, from
+# PYTHON, as the lock files say: every package pinned and checked by its SHA-256.
 PYTHON ?= python3
 ACCELERATOR ?= cpu
 CONFIG ?= configs/dp4_tp2.py:lm_bpe
@@ -22,7 +22,7 @@ ifeq ($(filter $(ACCELERATOR),cpu tpu gpu),)
 $(error ACCELERATOR=$(ACCELERATOR): cpu, tpu or gpu)
 endif
 
-.PHONY: setup train test test-long test-all test-faults test-plan test-transformers test-sinks test-deploy buckets sinks lint lock clean
+.PHONY: setup train test test-long test-all test-faults test-plan test-transformers test-sinks test-deploy test-slurm buckets sinks lint lock clean
 
 setup: $(VENV)/.installed-$(ACCELERATOR)
 
@@ -70,6 +70,13 @@ test-sinks: $(VENV)/.installed-dev sinks
 # The templates of processes/launch/, by SkyPilot, XPK, Kubernetes' schemas and hadolint.
 test-deploy: $(VENV)/.installed-dev .venv-deploy/.installed
 	$(BIN)/python -m pytest -m deploy tests/launch
+
+# processes/launch/slurm.sh by Slurm itself, whose daemons the test starts: as root, on Debian or Ubuntu.
+test-slurm: $(VENV)/.installed-dev
+	@{ command -v slurmctld && command -v slurmd && command -v sbatch && command -v munged; } >/dev/null || \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge; } || \
+	  { echo "test-slurm: cannot install slurmctld, slurmd, slurm-client and munge by apt-get; run it as root on Debian or Ubuntu" >&2; exit 2; }
+	$(BIN)/python -m pytest -m slurm tests/launch
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

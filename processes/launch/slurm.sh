@@ -5,6 +5,10 @@
 #
 # Submit it from the root of the repository, after `make setup ACCELERATOR=gpu`, on a file system
 # that all nodes see. Sizes, partition and account can be given to sbatch: its flags come first.
+#
+#   RUNS=FILE sbatch --array=1-3 processes/launch/slurm.sh --config=configs/fsdp.py
+#
+# Each task of the array is a run of its own: line N of the file has its further arguments.
 
 #SBATCH --job-name=meshwright
 #SBATCH --output=slurm-%j.out
@@ -42,6 +46,20 @@ if [[ ! -x .venv/bin/python || ! -f main.py ]]; then
   exit 2
 fi
 
+# A task of an array has two names. The last one's job id is the array's too, and would mean all.
+job=$SLURM_JOB_ID
+if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
+  job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+  line=()
+  [[ -f ${RUNS:-} ]] && read -ra line < <(sed -n "${SLURM_ARRAY_TASK_ID}p" "$RUNS")
+  if [[ " ${line[*]}" != *" --workdir="* ]]; then
+    echo "refused: task $SLURM_ARRAY_TASK_ID of an array needs RUNS=FILE, a file whose line" \
+      "$SLURM_ARRAY_TASK_ID has the run's --workdir=FOLDER and what else is its own; RUNS=${RUNS:-}" >&2
+    exit 2
+  fi
+  set -- "$@" "${line[@]}"
+fi
+
 # What reaches this script is passed on to the job step, by Slurm and not by `kill` (see above).
 # SIGTERM (scancel --batch --signal=TERM) stops and requeues, SIGUSR1 stops for good.
 interrupted="" wanted=yes
@@ -49,7 +67,7 @@ interrupted="" wanted=yes
 pass_on() {
   interrupted=yes
   echo "slurm.sh: $1 is passed on to main.py as SIGTERM"
-  scancel --signal=TERM "$SLURM_JOB_ID"
+  scancel --signal=TERM "$job"
 }
 trap 'pass_on SIGTERM' TERM
 trap 'wanted=no; pass_on SIGUSR1' USR1
@@ -70,7 +88,7 @@ done
 requeue() {
   echo "slurm.sh: $1; requeued"
   trap '' TERM USR1  # Slurm ends this script for it
-  scontrol requeue "$SLURM_JOB_ID" || exit "$code"
+  scontrol requeue "$job" || exit "$code"
   exit 0
 }
 

@@ -189,3 +189,35 @@ def test_slurm_refuses_what_it_cannot_run(slurm):
   returned, out, calls = slurm.run(0)
   assert (returned, calls) == (2, [])
   assert "submit from the root of the repository" in out
+
+
+ARRAY = {"SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "2"}  # the last one, so 41 would be all
+
+
+def test_slurm_takes_the_arguments_of_an_arrays_task_from_its_line(slurm):
+  (slurm.folder / "runs").write_text("--workdir=a\n--workdir=b  --config.seed=$(touch ran)\n")
+  returned, _, calls = slurm.run(75, ["--config=x"], **ARRAY, RUNS="runs")
+  assert (returned, calls) == (0, ["scontrol requeue 41_2"])
+  process = slurm.start(0, ["--config=x"], **ARRAY, RUNS="runs")
+  process.wait(timeout=20)
+  assert slurm.calls()[0].endswith(" --config=x --workdir=b --config.seed=$(touch ran)")
+  slurm.finish(process)
+  assert not (slurm.folder / "ran").exists()
+
+
+def test_slurm_signals_one_task_of_an_array_alone(slurm):
+  (slurm.folder / "runs").write_text("--workdir=a\n--workdir=b\n")
+  process = slurm.start("", ["--config=x"], **ARRAY, RUNS="runs")
+  slurm.wait_for_the_task()
+  process.send_signal(signal.SIGUSR1)
+  assert slurm.finish(process)[2] == ["scancel --signal=TERM 41_2"]
+
+
+@pytest.mark.parametrize("runs", [None, "absent", "runs", "short"])
+def test_slurm_refuses_an_array_whose_tasks_have_no_line(slurm, runs):
+  (slurm.folder / "runs").write_text("--workdir=a\n--config.seed=1\n")  # no workdir of its own
+  (slurm.folder / "short").write_text("--workdir=a\n")
+  returned, out, calls = slurm.run(0, **ARRAY, **({"RUNS": runs} if runs else {}))
+  assert (returned, calls) == (2, [])
+  assert "task 2 of an array needs RUNS=FILE, a file whose line 2 has" in out
+  assert f"RUNS={runs or ''}" in out
