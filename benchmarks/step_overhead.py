@@ -199,7 +199,7 @@ def last_loss(ready: setup.Job, data: splits.Data) -> float:
     workdir = epath.Path(folder)
     with open(workdir / "stdout.txt", "w") as file, contextlib.redirect_stdout(file):
       start = restore.RunCheckpoints(ready, workdir).begin({})
-      start.checkpointer.start_writing()
+      start.start_writing()
       with Watchdog(current(), StopRequest()) as watch:
         loop.train(data, start, watch, started=time.monotonic())
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]

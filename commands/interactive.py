@@ -141,7 +141,7 @@ def train(job: Job, workdir: str | epath.Path, callbacks: Sequence[Callback] = (
     data, start = verb.open_run(job, folder, watch)
     with start.owner:
       verb.write_files(data, start)
-      start.checkpointer.start_writing()
+      start.start_writing()
       if verb.finished(start):
         start.checkpointer.close()
         end = loop.End(start.state, stopped=False)

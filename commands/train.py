@@ -105,7 +105,7 @@ def _run(data: splits.Data, start: restore.Start, watch: Watchdog) -> int:
   try:
     if watch.group.first:
       write_files(data, start)
-    start.checkpointer.start_writing()
+    start.start_writing()
   except OSError as error:
     return _failed(error, watch, everywhere=False)
   if finished(start):
@@ -171,7 +171,8 @@ def report_of(
 
 def finished(start: restore.Start) -> bool:
   """Returns whether all steps and the last evaluation are done."""
-  return start.step >= start.job.config.training.steps and start.is_evaluated()
+  whole = start.stored >= start.job.config.training.steps
+  return whole and start.is_evaluated()
 
 
 def _failed(error: Exception, watch: Watchdog, *, everywhere: bool) -> int:

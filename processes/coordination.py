@@ -98,6 +98,7 @@ class Group:
       service can write to it, so values are signed together with their name, and unsigned ones are
       ignored.
     unsigned: names of ignored values.
+    address: the coordinator's host:port; "" of a single process.
   """
 
   index: int = 0
@@ -106,6 +107,7 @@ class Group:
   store: Any = dataclasses.field(default_factory=LocalStore)
   key: bytes = dataclasses.field(default=b"", repr=False)
   unsigned: set[str] = dataclasses.field(default_factory=set)
+  address: str = ""
   _meetings: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
   @property
@@ -368,7 +370,7 @@ def connect(
     shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
     coordinator_bind_address=listening.bind_address(address),
   )
-  _current = Group(index, count, heartbeat_seconds, jax_internals.client(), key)
+  _current = Group(index, count, heartbeat_seconds, jax_internals.client(), key, address=address)
   return _current
 
 

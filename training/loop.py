@@ -6,6 +6,7 @@ is due (`Due`), the steps as they are compiled (`TrainSteps`), and saving (`Save
 
 import contextlib
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from input_pipeline.ramp import Shape
 from models import model_spec
 from processes.coordination import Lockstep
 from processes.watchdog import ENDING, EVALUATION, SAVING, STARTING, Watchdog
-from runtime import collectives, forms
+from runtime import collectives, forms, units
 from runtime.units import clock
 from training import callbacks, workdir_files
 from training.bad_steps import BadStepError, BadSteps
@@ -140,7 +141,10 @@ class Run:
     self._workdir, self._watch, self._started = workdir, watch, started
     self._callbacks, self._due, self._observer = called, Due.of(config), observer
     start.checkpointer.on_commit = observer.saved
-    self._saver = Saver(start.checkpointer, forms.plain(config), watch, start.step)
+    self._saver = Saver(start.checkpointer, forms.plain(config), watch, start.stored)
+    self._memory = start.memory
+    if self._memory is not None:
+      stack.callback(self._memory.close)
     self._bad_steps = BadSteps(config.training, config.data, start.known, start.step)
     self._lockstep = Lockstep(watch.group, watch.stop)
     # On simulated devices at most one step is in flight: more can deadlock in a rendezvous.
@@ -267,7 +271,7 @@ class Run:
     self.state, metrics = self._train_steps.after(self.done)(self.state, batch)
     self.done += 1
     called = callbacks.due(self._callbacks, self.done)
-    drain = called or self.evaluation_due() or self._save_due()
+    drain = called or self.evaluation_due() or self._save_due() or self._due.memory(self.done)
     self._debug_nans.after_step(self.done, self.state, metrics)
     due = self._reader.read(self.done, metrics, drain=drain)
     values = dict(due[-1][1]) if due else {}
@@ -367,7 +371,10 @@ class Run:
       if self._save_due():
         self._save(evaluation)
       self._saver.retry = False
-    if self._saver.step == self.done:
+    if in_memory := self._memory is not None and self._due.memory(self.done):
+      with self._goodput.within("save"):
+        self._save_to_memory()
+    if in_memory or self._saver.step == self.done:
       self._writer.write_times(self.done, self._goodput.line())
 
   def _save_due(self) -> bool:
@@ -377,10 +384,19 @@ class Run:
     ranked_by = {}
     if evaluation is not None and self._config.checkpoint.keep_best:
       ranked_by = evaluation.compared(self._data.evaluation.source.fingerprint)
-    record = {**self._start.record, **self._bad_steps.record(), LINES: dict(self._writer.lines)}
     self._saver.phase(f"saving step {self.done}")
     self._replicas.before_save(self.done, self.state)
-    self._saver.save(self.done, self._start.saved_part(self.state), record, **ranked_by)
+    saved = self._start.saved_part(self.state), self._record()
+    self._saver.save(self.done, *saved, **ranked_by)
+
+  def _save_to_memory(self) -> None:
+    self._watch.at(f"step {self.done}: saving to memory", SAVING)
+    self._replicas.before_save(self.done, self.state)
+    given = {"config": self._saver.config, "record": self._record()}
+    self._memory.save(self.done, self._start.saved_part(self.state), **given)
+
+  def _record(self) -> dict[str, Any]:
+    return {**self._start.record, **self._bad_steps.record(), LINES: dict(self._writer.lines)}
 
   # ------------------------------ end ------------------------------
 
@@ -390,6 +406,8 @@ class Run:
       self._save(None)
     with self._goodput.within("save"), self._progress.saving(self._saver.step):
       self._saver.wait()
+      if self._memory is not None and self._saver.step == self.done:
+        self._memory.remove()  # storage has the last step
     self._writer.write_times(self._saver.step, self._goodput.line(done=not self.stopped))
 
   def _last_step_is_good(self) -> bool:
@@ -415,7 +433,18 @@ class Run:
       f"{clock(self._meter.seconds)} without evaluation; "
       f"{100 * self._meter.wait_share:.2f} % of it waiting for data"
     )
-    return "\n".join(filter(None, (steps, self._goodput.text())))
+    return "\n".join(filter(None, (steps, self._saves_text(), self._goodput.text())))
+
+  def _saves_text(self) -> str:
+    """Returns how long saves to memory have blocked the run, beside those to storage."""
+    if self._memory is None or not (blocked := self._memory.seconds):
+      return ""
+    text, each = f"saved {len(blocked)} times to memory", statistics.median(blocked)
+    text += f", blocking for {units.seconds(each)}"
+    if stored := self._start.checkpointer.seconds:
+      whole = statistics.median(stored)
+      text += f", {units.percent(each / whole)} of a save to storage ({units.seconds(whole)})"
+    return f"{text}; {self._memory.lost} of them given up" if self._memory.lost else text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -427,6 +456,7 @@ class Due:
     metrics_every: steps between logged metrics; 0, here and below: only at the ends.
     evaluation_every: steps between evaluations.
     save_every: steps between saves.
+    memory_every: steps between saves to memory.
     saves_evaluated: whether each evaluated state is saved, since the best ones are kept.
     batches: that an evaluation takes; 0: all.
     final_batches: that the last evaluation takes.
@@ -436,6 +466,7 @@ class Due:
   metrics_every: int
   evaluation_every: int
   save_every: int
+  memory_every: int
   saves_evaluated: bool
   batches: int
   final_batches: int
@@ -446,7 +477,8 @@ class Due:
     keys, checkpoint = config.evaluation, config.checkpoint
     return cls(
       *(config.training.steps, config.metrics.every_steps, keys.every_steps),
-      *(checkpoint.every_steps, bool(checkpoint.keep_best), keys.steps, keys.final_steps),
+      *(checkpoint.every_steps, checkpoint.memory_every_steps, bool(checkpoint.keep_best)),
+      *(keys.steps, keys.final_steps),
     )
 
   def metrics(self, step: int) -> bool:
@@ -469,6 +501,10 @@ class Due:
     if step == self.last or _every(self.save_every, step):
       return True
     return self.evaluation(step) and self.saves_evaluated
+
+  def memory(self, step: int) -> bool:
+    """Returns whether the state after a step is saved to memory."""
+    return _every(self.memory_every, step)
 
 
 def _every(steps: int, step: int) -> bool:
@@ -525,6 +561,7 @@ class Saver:
   """Saves the states of a run, and knows which step was saved last.
 
   Attributes:
+    config: stored with each step.
     step: of the newest save.
     retry: a save has failed and is tried again after the next step.
   """
@@ -532,9 +569,9 @@ class Saver:
   def __init__(
     self, checkpointer: Checkpointer, config: Mapping[str, Any], watch: Watchdog, step: int
   ):
-    """Takes the config, which is stored with each step, and the step where the run starts."""
+    """Takes the config, and the newest step in storage where the run starts."""
     self.step, self.retry = step, False
-    self._checkpointer, self._config, self._watch = checkpointer, config, watch
+    self._checkpointer, self.config, self._watch = checkpointer, config, watch
 
   def check(self) -> None:
     """Raises SaveError if a save that was started before has failed."""
@@ -546,7 +583,7 @@ class Saver:
     Raises:
       SaveError: this save or the one before it has failed.
     """
-    self._checkpointer.save(step, tree, config=self._config, record=record, **ranked_by)
+    self._checkpointer.save(step, tree, config=self.config, record=record, **ranked_by)
     self.step = step
 
   def wait(self) -> None:

@@ -1,8 +1,9 @@
 """The start of a run: from scratch, from a checkpoint, or with parameters of another run."""
 
 import dataclasses
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,8 +19,15 @@ from training import bad_steps as rollback
 from training import run_tokenizer, schedules, splits, workdir_files
 from training.checkpointing import integrity
 from training.checkpointing.checkpointer import Checkpointer
-from training.checkpointing.integrity import BASE, FOLDER, PARAMETERS, Verified, warn_once
-from training.metrics.console import Waiting
+from training.checkpointing.integrity import (
+  BASE,
+  FOLDER,
+  PARAMETERS,
+  UnreadableError,
+  Verified,
+  warn_once,
+)
+from training.metrics.console import Waiting, say_wrapped
 from training.metrics.log_lines import evaluated
 from training.setup import Job
 from training.state import State, merged
@@ -27,10 +35,11 @@ from training.step import Program
 
 if TYPE_CHECKING:
   from training.base_parameters import Base, ParameterReader
+  from training.checkpointing.memory_tier import InMemory, MemoryTier
 
-with epy.lazy_imports():  # of runs that resume, or whose parameters are elsewhere
+with epy.lazy_imports():  # of runs that resume, save to memory, or have parameters elsewhere
   from training import base_parameters, run_record
-  from training.checkpointing import reading, resume_policy
+  from training.checkpointing import memory_tier, reading, resume_policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +50,7 @@ class Start:
     checkpoints: of the run.
     state: placed as the job's.
     step: the steps that are done.
+    stored: the newest of them that is in storage.
     record: what the run's checkpoints say of it besides the config.
     checkpointer: open for saving.
     origin: a line about where the state is from.
@@ -52,6 +62,7 @@ class Start:
   checkpoints: "RunCheckpoints"
   state: State
   step: int
+  stored: int
   record: dict[str, Any]
   checkpointer: Checkpointer
   origin: str
@@ -68,6 +79,17 @@ class Start:
   def workdir(self) -> epath.Path:
     """Returns the run's folder."""
     return self.checkpoints.workdir
+
+  @property
+  def memory(self) -> "MemoryTier | None":
+    """Returns its checkpoints in memory."""
+    return self.checkpoints.memory
+
+  def start_writing(self) -> None:
+    """Begins to change the folders of its checkpoints; all processes call it; raises OSError."""
+    self.checkpointer.start_writing()
+    if self.memory is not None:
+      self.memory.start_writing(self.owner)
 
   def is_evaluated(self) -> bool:
     """Returns whether the evaluation of the step is in metrics.jsonl; all processes call it.
@@ -119,6 +141,8 @@ class Start:
       state = State(**{**tree, PARAMETERS: params})
       step, record = found.step, run_record.read(found)
       checkpointer.remove_after(step)
+    if self.memory is not None:
+      self.memory.roll_back(step)
     return bad_steps.roll_back(bad_step, why, step, saved, record), state
 
 
@@ -177,6 +201,19 @@ class RunCheckpoints:
     """Returns the folder of the checkpoints."""
     return self.workdir / FOLDER
 
+  @functools.cached_property
+  def memory(self) -> "MemoryTier | None":
+    """Returns the run's checkpoints in memory; None without `checkpoint.memory_every_steps`.
+
+    All processes call it.
+    """
+    keys = self.job.config.checkpoint
+    if not keys.memory_every_steps:
+      return None
+    return memory_tier.MemoryTier(
+      keys.local_dir, self.workdir, together=self.job.consensus, say=say_wrapped
+    )
+
   @property
   def reader(self) -> "ParameterReader":
     """Returns what reads parameters of the run from elsewhere."""
@@ -203,16 +240,44 @@ class RunCheckpoints:
     self.require_room(part=True)
     workdir_files.require_plain(self.workdir)
     record = self._record_of(source)
-    if not integrity.steps(self.folder):
+    stored, newest = integrity.steps(self.folder), None
+    if stored:
+      verify = self.job.config.checkpoint.verify
+      with Checkpointer(self.folder, read_only=True, verify=verify) as checkpoints:
+        newest = checkpoints.verified()
+    newest = self._in_memory(max(stored, default=0)) or newest
+    if newest is None:
       if accept:
         raise ValueError(f"--accept-changes: {self.workdir} has no checkpoints to resume from")
       self.require_room(part=fresh)
       return record, None
-    verify = self.job.config.checkpoint.verify
-    with Checkpointer(self.folder, read_only=True, verify=verify) as checkpoints:
-      newest = checkpoints.verified()
     self.require_room(part=BASE in run_record.read(newest))
     return self._require_same_run(record, newest, accept), newest
+
+  def _in_memory(self, stored: int) -> "InMemory | None":
+    """Returns the newest step in memory; None where storage has it, or the schedule changes.
+
+    Args:
+      stored: the newest step in storage, from which a schedule that changes is continued.
+    """
+    if self.memory is None:
+      return None
+
+    def saved(record: Mapping[str, Any]) -> Any:
+      base = base_parameters.Base.of(record) if BASE in record else None
+      return self.saved_part(self.job.placed_state, base)
+
+    found, config = self.memory.newest(saved, after=stored), self.job.config
+    if found is None:
+      return None
+    same = found.config["training"]["steps"] == config.training.steps
+    if same and config.optimizer.schedule_on_resume != "restart":
+      return found
+    say_wrapped(
+      f"step {found.step} is in memory, and is not used: the schedule changes, from the step on "
+      f"that is in storage"
+    )
+    return None
 
   def _record_of(self, source: Source) -> dict[str, Any]:
     """Returns what the checkpoints of a run say of its code, libraries and data."""
@@ -271,10 +336,19 @@ class RunCheckpoints:
       writes_later=True,
       tokenizer=run_tokenizer.contents(self.job.config.data, self.job.config.model),
     )
-    if checkpointer.steps():
-      found, state, base = self._restored(checkpointer, newest or checkpointer.verified())
+    stored, restored = checkpointer.steps(), None
+    if in_memory := newest is not None and newest.step not in stored:
+      try:
+        restored = self._restored(checkpointer, newest)
+      except UnreadableError as error:
+        warn_once(f"WARNING: step {newest.step} in memory is not used: {error}")
+        in_memory, newest = False, None
+    if stored and restored is None:
+      restored = self._restored(checkpointer, newest or checkpointer.verified())
+    if restored is not None:
+      found, state, base = restored
       step, known = found.step, run_record.read(found)
-      origin = f"resumes from the checkpoint of step {step}"
+      origin = f"resumes from the checkpoint of step {step}{f' {found}' if in_memory else ''}"
       old, new = found.config, self.job.config
       totals = old["training"]["steps"], new.training.steps
       if changed := schedules.change_text(old["optimizer"], new.optimizer, *totals, step):
@@ -285,7 +359,8 @@ class RunCheckpoints:
     if base is not None:
       record = {**record, **base.record()}
       origin += f"; saves what it trains, the frozen parameters are those of {base.location}"
-    return Start(self, state, step, record, checkpointer, origin, known, owner, base)
+    saved = max(stored, default=0) if in_memory else step
+    return Start(self, state, step, saved, record, checkpointer, origin, known, owner, base)
 
   def _restored(
     self, checkpointer: Checkpointer, known: Verified, step: int | None = None
@@ -299,8 +374,11 @@ class RunCheckpoints:
     """
     base = base_parameters.Base.of(run_record.read(known))
     with Waiting("restoring the checkpoint").show():
-      saved = self.saved_part(self.job.placed_state, base)
-      found, tree = checkpointer.restore_verified(saved, step=step, known=known)
+      if self.memory is not None and isinstance(known, memory_tier.InMemory):
+        found, tree = known, self.memory.restore(known)
+      else:
+        saved = self.saved_part(self.job.placed_state, base)
+        found, tree = checkpointer.restore_verified(saved, step=step, known=known)
     params, base = self.reader.completed(tree[PARAMETERS], base, str(self.workdir))
     return found, State(**{**tree, PARAMETERS: params}), base
 

@@ -189,6 +189,18 @@ CHECKPOINT: Rows = {
     "DIR[/STEP] of another run, or a model folder: where this run's parameters start from. By "
     "default model.folder, where the model is a folder's",
   ),
+  "memory_every_steps": Key(
+    0,
+    "each process also keeps its part of the state in the memory of its host, and a peer a copy of "
+    "what no other host has; 0: off",
+    unit="steps",
+    least=0,
+  ),
+  "local_dir": Key(
+    "",
+    'a folder on a disk of each host that has these instead of its memory; "": /dev/shm',
+    needs="checkpoint.memory_every_steps",
+  ),
   "verify": Key(
     "full",
     "checked before reading: full (every byte), size (of each file) or off",

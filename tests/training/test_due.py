@@ -12,7 +12,7 @@ def due(**keys):
     "training": {"steps": STEPS},
     "metrics": {"every_steps": 4},
     "evaluation": {"every_steps": 0, "steps": 2, "final_steps": 7},
-    "checkpoint": {"every_steps": 0, "keep_best": ""},
+    "checkpoint": {"every_steps": 0, "memory_every_steps": 0, "keep_best": ""},
   }
   for key, value in keys.items():
     section, name = key.split("__")
@@ -32,6 +32,7 @@ def test_the_first_and_the_last_step_are_logged_and_the_last_is_evaluated_and_sa
 def test_schedules_and_what_is_ranked():
   assert steps(due(evaluation__every_steps=3).evaluation) == [3, 6, 9, 10]
   assert steps(due(checkpoint__every_steps=5, evaluation__every_steps=3).save) == [5, 10]
+  assert steps(due(checkpoint__memory_every_steps=4).memory) == [4, 8]
   ranked = due(checkpoint__keep_best="loss", evaluation__every_steps=3)
   assert steps(ranked.save) == [3, 6, 9, 10]
   assert ranked.evaluation_batches(3) == {"steps": 2, "ranking_steps": 2}

@@ -192,6 +192,7 @@ class Writer:
 
   Attributes:
     step: the newest one whose save was started.
+    seconds: from the start of each save to its commit.
   """
 
   def __init__(
@@ -222,6 +223,8 @@ class Writer:
     self._orbax: ocp.AsyncCheckpointer | None = None
     self._thread: threading.Thread | None = None
     self.step, self._stage, self._failure = 0, 0, ""
+    self.seconds: list[float] = []
+    self._began = 0.0
     self._failed = 0  # saves
     self._kept: set[int] = set()  # steps that are not removed, since they contain other files
 
@@ -242,6 +245,7 @@ class Writer:
       SaveError: it could not be started.
     """
     self.step, self._stage, self._failure = step, 0, ""
+    self._began = time.monotonic()
     self._together.begin_stages()
     if self._failed and self._together.first:
       self._tidy("removing what an earlier save has left", self.remove_leftovers)
@@ -353,6 +357,7 @@ class Writer:
       if first and self._tokenizer:
         self._write_tokenizer(self._making(self.step) / TOKENIZER)
       self._commit(ahead)
+      self.seconds.append(time.monotonic() - self._began)
     except BaseException as error:  # no caller would see it
       self.close()
       self._failure = self._give_up(error)

@@ -312,6 +312,11 @@ class Checkpointer:
     return None if self._writer is None else self._writer.progress()
 
   @property
+  def seconds(self) -> list[float]:
+    """Returns how long each save took, from its start to its commit."""
+    return [] if self._writer is None else self._writer.seconds
+
+  @property
   def saving(self) -> bool:
     """Returns whether a save was started and has not been finished; the same on all processes."""
     return self._writer is not None and self._writer.busy
