@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from partitioning.rules import shard_shape
+from partitioning.rules import Axes, partition_spec, shard_shape, spec_entries
 from planning.step_facts import StepFacts
 from planning.timeline import is_ours, place_text, rank
 from runtime import hlo
@@ -45,6 +45,8 @@ FIXES = {
     "partitioning.sequence_parallel=True with mesh.tensor"
   ),
 }
+_OF_PARAMETERS = ("parameters", "optimizer state", "gradients", "copies of parameters")
+_OF_PARAMETERS += ("gathered parameters",)
 _STATE = {"state.params": "parameters", "state.optimizer": "optimizer state", "batch": "batch"}
 
 
@@ -60,6 +62,8 @@ class Buffer:
   Attributes:
     name: of the instruction that writes them first.
     array: dtype and dims on one device, `bf16[32,64,14336]`; or tuple.
+    split: how its dims of all devices are divided over mesh axes, `batch=64 over fsdp`; "" where
+      the dims of a device do not tell.
     bytes: with the padding of their tiles.
     part: what it is, of FIXES or another word.
     made: line of code that makes it, "" if the program does not show it; of an argument, its name.
@@ -70,6 +74,7 @@ class Buffer:
 
   name: str
   array: str
+  split: str
   bytes: int
   part: str
   made: str
@@ -232,6 +237,7 @@ class _Parts:
     self._vocabulary = _logit_dims(step)
     stacked = [p.shape[0] for p in placements if p.letters.startswith("L")]
     self._layers = stacked[0] if stacked else None
+    self._splits = _splits(step, self._layers)
 
   def buffer(self, value: _Value, *, always: bool = False) -> Buffer:
     """Returns a value as a buffer; `always`: it is there for all of the step."""
@@ -241,13 +247,18 @@ class _Parts:
     until = ALWAYS if always else self._line(self._order[value.end])
     made = hlo.argument_path(name) if always else self._line(value.name)
     array = re.sub(r"\{.*", "", value.shape) if value.shape[0] != "(" else "tuple"
-    return Buffer(value.name, array, value.size, part, made, until, value.begin, value.end)
+    split = self._split(array, part)
+    return Buffer(value.name, array, split, value.size, part, made, until, value.begin, value.end)
+
+  def _split(self, array: str, part: str) -> str:
+    found = self._splits[part in _OF_PARAMETERS].get(_sorted(_dims(array)), set())
+    return found.copy().pop() if len(found) == 1 else ""
 
   def _held(self, name: str) -> str:
     return next((part for start, part in _STATE.items() if name.startswith(start)), "other")
 
   def _temporary(self, value: _Value, instruction: hlo.Instruction | None, name: str) -> str:
-    dims = [int(size) for size in re.findall(r"\d+", re.search(r"\[([\d,]*)\]", value.shape)[1])]
+    dims = _dims(value.shape)
     backward = "transpose(" in name
     if _sorted(dims) in self._own:
       return "gradients" if backward else "copies of parameters"
@@ -273,6 +284,47 @@ def _logit_dims(step: StepFacts) -> set[int]:
   tables = [p for p in step.parameters.values() if "V" in p.letters]
   sizes = {p.shape[p.letters.index("V")] // step.sizes["tensor"] for p in tables}
   return sizes | {size // (step.training.loss_chunks or 1) for size in sizes}
+
+
+def _splits(step: StepFacts, layers: int | None) -> tuple[dict, dict]:
+  """Returns sorted dims of a device -> how arrays with them are split; of activations, parameters.
+
+  Parameters are also gathered over the axes that no activation has, and those of a layer alone;
+  activations of all layers may be stacked.
+  """
+  of_activations, of_parameters = defaultdict(set), defaultdict(set)
+
+  def add(found: dict, letters: str, shape: Sequence[int], entries: Sequence[Axes]) -> None:
+    taken = [tuple(axis for axis in axes if step.sizes[axis] > 1) for axes in entries]
+    names = ("layers" if letter == "L" else step.legend[letter].name for letter in letters)
+    split = [
+      f"{name}={size} over {' x '.join(axes)}"
+      for name, size, axes in zip(names, shape, taken, strict=True)
+      if axes
+    ]
+    dims = shard_shape(shape, partition_spec(taken), step.sizes)
+    found[_sorted(dims)].add(", ".join(split) or "whole on each device")
+
+  for one in step.activations.seen:
+    entries = spec_entries(one.spec, len(one.shape))
+    add(of_activations, one.letters, one.shape, entries)
+    if layers:
+      add(of_activations, f"L{one.letters}", (layers, *one.shape), ((), *entries))
+  table = step.activations.table
+  for one in step.parameters.values():
+    entries = spec_entries(one.spec, len(one.shape))
+    axes_of = [() if c == "L" else table[step.legend[c].name] for c in one.letters]
+    used = [tuple(set(axes) & set(those)) for axes, those in zip(entries, axes_of, strict=True)]
+    for first in range(1 + one.letters.startswith("L")):
+      for those in (entries, used):
+        add(of_parameters, one.letters[first:], one.shape[first:], those[first:])
+  return of_activations, of_parameters
+
+
+def _dims(array: str) -> list[int]:
+  """Returns the dims of an array; none of a tuple."""
+  found = re.search(r"\[([\d,]*)\]", array)
+  return [int(size) for size in re.findall(r"\d+", found[1])] if found else []
 
 
 def _sorted(dims: Iterable[int]) -> tuple[int, ...]:

@@ -415,9 +415,9 @@ def buffers_text(plan: Plan) -> str:
   if plan.topology.platform == "tpu" and plan.peak_bytes > found.peak:
     other = size_text(plan.peak_bytes)
     lines.append(f"  (the compiler's figure, {other}, is that of on-chip or host memory)")
-  for part, array, made, until, count, size in buffers_table(found, FEW_BUFFERS).rows:
+  for part, array, split, made, until, count, size in buffers_table(found, FEW_BUFFERS).rows:
     several = f"{count} x " if array and int(count) > 1 else ""
-    lines.append(f"{size:>11}  {part}{array and f', {several}{array}'}")
+    lines.append(f"{size:>11}  {part}{array and f', {several}{array}'}{split and f', {split}'}")
     if made or until:
       lines.append(f"{'':13}from {made or 'an unknown line'} until {until or 'an unknown line'}")
   return "\n".join([*lines, *buffers_lines(found)])
@@ -431,14 +431,16 @@ def buffers_table(found: buffers.Assignment, most: int) -> PlanTable:
   ]
   if others := groups[most:]:
     count = sum(count for _, count, _ in others)
-    rows.append(["others", "", "", "", f"{count}", size_text(sum(size for *_, size in others))])
-  texts = ("at the peak", "array of a device", "made at", "needed last at")
+    rows.append(["others", "", "", "", "", f"{count}", size_text(sum(size for *_, size in others))])
+  texts = ("at the peak", "array of a device", "split", "made at", "needed last at")
   shares = _shares([size for *_, size in groups[:most]]) + [0.0] * (len(rows) - len(groups[:most]))
   return PlanTable("memory at the peak", texts, ("count", "bytes"), rows, shares)
 
 
-def _life(one: buffers.Buffer) -> tuple[str, str, str]:
-  return ("", "", "") if one.until == buffers.ALWAYS else (one.array, one.made, one.until)
+def _life(one: buffers.Buffer) -> tuple[str, str, str, str]:
+  if one.until == buffers.ALWAYS:
+    return "", "", "", ""
+  return one.array, one.split, one.made, one.until
 
 
 def buffers_lines(found: buffers.Assignment) -> Iterator[str]:

@@ -87,7 +87,7 @@ class PublishedRun:
   @property
   def has_experts(self) -> bool:
     """Returns whether its model is a mixture of experts."""
-    return bool(recipes.PRESETS[self.model].model.get("experts"))
+    return bool({**recipes.PRESETS[self.model].model, **self.sizes}.get("experts"))
 
   @property
   def devices(self) -> int:

@@ -208,6 +208,8 @@ GPT_2 = {
   **{"activation": "gelu", "gated": False, "tied_embeddings": True},
 }
 _GPT_2 = {**GPT_2, "head_size": 64, "max_positions": 1024, "vocabulary_size": 50_257}
+# Its layers' attention is taken as dense: half of them have banded patterns in the paper.
+_GPT_3 = {**_GPT_2, "head_size": 128, "max_positions": 2048}
 _QWEN_2 = {"rotary_base": 1_000_000.0, "norm_epsilon": 1e-6, "biases": "qkv"}
 # The smaller ones have tied embeddings, and fewer rows in their tables.
 _QWEN_2_SMALL = {**_QWEN_2, "vocabulary_size": 151_936, "tied_embeddings": True}
@@ -317,6 +319,7 @@ def _yarn_scale(mscale: float) -> float:
 # 2409.02060).
 PRESETS: dict[str, Preset] = {
   "gpt2_124m": Preset(1024, _sizes(12, 768, 3072, 12, 12, _GPT_2)),
+  "gpt3_175b": Preset(2048, _sizes(96, 12_288, 49_152, 96, 96, _GPT_3)),
   "llama2_7b": Preset(4096, _sizes(32, 4096, 11_008, 32, 32, _LLAMA_2)),
   "llama2_70b": Preset(4096, _sizes(80, 8192, 28_672, 64, 8, _LLAMA_2)),
   "llama3_8b": Preset(8192, _sizes(32, 4096, 14_336, 32, 8, _LLAMA_3)),

@@ -25,6 +25,7 @@ FIXTURE = families.__file__.replace("families.py", "fixtures/families.npz")
 # As published: the families' model cards and the safetensors indexes beside their weights.
 PUBLISHED = {
   "gpt2_124m": 124_439_808,
+  "gpt3_175b": 174_604_259_328,  # 174.6 billion: arXiv:2005.14165, table D.1
   "llama2_7b": 6_738_415_616,
   "llama2_70b": 68_976_648_192,
   "llama3_8b": 8_030_261_248,

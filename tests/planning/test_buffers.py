@@ -108,6 +108,11 @@ def test_arrays_of_a_step_are_known_by_layout_and_line(tmp_path):
   assert parts["optimizer state"] == pytest.approx(2 * ours, rel=0.05)
   named = {one.made for one in found.buffers if one.part == "parameters"}
   assert "params/layers/mlp/gate/kernel" in named
+  kernels = {one.split for one in found.buffers if one.made == "params/layers/mlp/gate/kernel"}
+  assert kernels == {"model=40 over fsdp"}
+  temporaries = {(one.part, one.split) for one in found.buffers if one.until != buffers.ALWAYS}
+  assert ("saved for the backward pass", "batch=16 over fsdp") in temporaries
+  assert ("gathered parameters", "whole on each device") in temporaries
   lines = {one.made.partition(":")[0] for one in found.buffers if one.until != buffers.ALWAYS}
   assert any(line.startswith("models/") for line in lines), lines
   assert {one.part for one in found.buffers} <= {*buffers.FIXES, "other"}
