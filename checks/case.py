@@ -13,13 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-# No other API forgets whether the cache is used, which JAX asks once.
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from checks.program import Description, DescriptionError, Program, text_of
 from runtime import hlo
+from runtime.uncached import without_cache
 
 # jax.experimental.enable_x64 until jax 0.8.
 x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
@@ -147,22 +145,6 @@ class Case:
   @functools.cached_property
   def hlo(self) -> hlo.Program:
     return hlo.parse(self.text)
-
-
-@contextlib.contextmanager
-def without_cache() -> Iterator[None]:
-  """Turns the persistent cache off: a program that is read from it comes without warnings."""
-  before = jax.config.jax_enable_compilation_cache
-
-  def use(value: bool) -> None:
-    jax.config.update("jax_enable_compilation_cache", value)
-    compilation_cache.reset_cache()  # it remembers whether it is used
-
-  use(False)
-  try:
-    yield
-  finally:
-    use(before)
 
 
 @contextlib.contextmanager

@@ -53,7 +53,8 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   restore.adopt_schedule(flags.CONFIG.value, flags.workdir())
   [ready] = build.prepare(flags.CONFIG)
   workdir = flags.workdir()
-  ready = dataclasses.replace(ready, given=parsed)  # before anything was taken from the workdir
+  # What was given before anything was taken from the workdir.
+  ready = dataclasses.replace(ready.storing(), given=parsed)
   data, start = open_run(ready, workdir, watch, flags.ACCEPT.value)
   return lambda: run(data, start, watch)
 

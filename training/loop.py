@@ -552,7 +552,8 @@ class TrainSteps:
     with Waiting("compiling the train step").show():
       step = self._compile_step(*([] if shape == self._batches.ramp.last else [shape]))
     of = "" if alone else f" for {self._batches.text(shape)}"
-    say(f"compiled the train step{of} in {step.seconds:.1f} s")
+    did = "read the compiled" if step.stored else "compiled the"
+    say(f"{did} train step{of} in {step.seconds:.1f} s")
     self._compiled[shape] = step.function
     return step.function
 

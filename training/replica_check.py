@@ -236,6 +236,7 @@ class ReplicaCheck:
     self._digests = compile_on(
       digest_program(self._copies.leaves, mesh),
       list(self._copies.leaves.values()),
+      name="digests of replicas",
       out_shardings=NamedSharding(mesh, together),
     ).function
 

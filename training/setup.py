@@ -22,8 +22,9 @@ from partitioning.mesh import make_mesh
 from partitioning.rules import DEVICE, Legend, Placement, Table, named_leaves
 from partitioning.verdict import Layout, check_layout
 from processes.coordination import current
-from runtime import chips
+from runtime import chips, executables, forms
 from runtime.devices import Devices, memory_bytes
+from runtime.executables import Executables, described
 from training import compiler_options
 from training.checkpointing.consensus import Together
 from training.specs import BatchSpec, Resolved, resolve
@@ -53,6 +54,7 @@ class Job:
     activations: how the activations are sharded, in the order of the forward pass.
     choices: the defaults that follow from platform and mesh (`configs.schema.finalize.Choice`).
     given: the config before its defaults were filled in; None where nothing resumes.
+    executables: where its compiled programs are stored; None where they are not.
   """
 
   config: ConfigDict
@@ -67,6 +69,7 @@ class Job:
   activations: ActivationLayout
   choices: tuple[Any, ...] = ()
   given: ConfigDict | None = None
+  executables: Executables | None = None
 
   @property
   def consensus(self) -> Together:
@@ -78,6 +81,18 @@ class Job:
     """Returns the compiler options of its devices that the config leaves in place."""
     found = compiler_options.of_device(self.mesh.devices.flat[0])
     return compiler_options.resolved(self.config.compiler_options, found)[0]
+
+  def storing(self) -> "Job":
+    """Returns the job with the store of its programs, if there may be one."""
+    config = self.config
+    given = compiler_options.resolved(config.compiler_options, {})[1]
+    options = [self.compiler_defaults, given]
+    store = executables.of_run(forms.plain(config), self.mesh, options, self._all_have)
+    return dataclasses.replace(self, executables=store)
+
+  def _all_have(self, program: str, own: bool) -> bool:
+    seconds = self.config.processes.start_timeout_seconds
+    return current().all_true(f"stored/{program}", own, timeout_seconds=seconds)
 
   @property
   def needs_reference(self) -> bool:
@@ -160,6 +175,7 @@ class Job:
     self,
     function: Callable,
     *arguments: Any,
+    name: str = "",
     activations: Table | None = None,
     options: dict[str, str] | None = None,
     **jit: Any,
@@ -169,6 +185,8 @@ class Job:
     Args:
       function: a function of jax arrays.
       *arguments: what it takes, concrete or abstract.
+      name: of a function that the config, the mesh and its arguments determine: then a program
+        that is stored is read in place of compiling. All processes call it.
       activations: dim name -> mesh axes; None: the config's.
       options: XLA options in addition to the config's, which take precedence.
       **jit: further arguments of `jax.jit`.
@@ -176,12 +194,24 @@ class Job:
     began = time.monotonic()
     _, given = compiler_options.resolved(self.config.compiler_options, {})
     given = {**(options or {}), **given}
+    store = self.executables if name else None
+    devices = [*self.mesh.devices.flat]
+    if store:
+      own = [described(arguments), described(jit), repr(activations), given]
+      shared = [repr(self.program.gathered), repr(self.program.reduce_once_over)]
+      key = store.key(name, [*own, *shared])
+      if found := store.load(name, key, devices):
+        return Compiled(found, time.monotonic() - began, stored=True)
     if activations is not None:
       # jax.jit caches traces by function, and does not know the table that one was made under.
       function = functools.wraps(function)(functools.partial(function))
+
+    def finish(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+      return compiler_options.compile_with(lowered, self.compiler_defaults, given)
+
     with self.tracing(activations):
       lowered = jax.jit(function, **jit).lower(*arguments)
-      compiled = compiler_options.compile_with(lowered, self.compiler_defaults, given)
+      compiled = store.compiled(name, key, lowered, finish, devices) if store else finish(lowered)
     return Compiled(compiled, time.monotonic() - began)
 
   def compile_init(self, *given: Any) -> "Compiled":
@@ -194,7 +224,9 @@ class Job:
     if given:
       _, drawn = split(placed.params, frozenset(named_leaves(given[0])).__contains__)
       placed = dataclasses.replace(placed, params=drawn)
-    return self.compile(self.program.init, key, *given, options=options, out_shardings=placed)
+    return self.compile(
+      self.program.init, key, *given, name="init", options=options, out_shardings=placed
+    )
 
   def parameter_counts(self) -> tuple[int, int]:
     """Returns the elements of all parameters, and of those that one token uses."""
@@ -211,6 +243,7 @@ class Job:
       self.program.train_step,
       self.state,
       self.batch if shape is None else self.batches.abstract(self.legend, shape),
+      name="train step",
       in_shardings=(self.state_shardings, self.batch_shardings),
       out_shardings=(self.state_shardings, NamedSharding(self.mesh, PartitionSpec())),
       donate_argnums=0,
@@ -224,6 +257,7 @@ class Job:
       state.params,
       self.batch,
       *([None, state.variables] if state.variables else []),
+      name="evaluation step",
       in_shardings=(
         placed.params,
         self.batch_shardings,
@@ -235,10 +269,11 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """A compiled function, and the seconds that tracing and compiling took."""
+  """A compiled function, and the seconds that it took to compile it, or to read what is stored."""
 
   function: jax.stages.Compiled
   seconds: float
+  stored: bool = False
 
 
 def prepare(config: ConfigDict, devices: Devices, choices: Sequence[Any] = ()) -> Job:
