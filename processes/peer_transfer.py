@@ -10,6 +10,7 @@ which wait for them meanwhile (docs/decisions.md has the times).
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -80,7 +81,8 @@ class Sender:
       {"daemon_threads": True, "address_family": family},
     )
     self._server = kind((host, 0), Handler)
-    thread = threading.Thread(target=self._server.serve_forever, name="peer bytes", daemon=True)
+    serve = functools.partial(self._server.serve_forever, poll_interval=_PAUSE_SECONDS)
+    thread = threading.Thread(target=serve, name="peer bytes", daemon=True)
     thread.start()
     port = self._server.server_address[1]
     group.put(f"peer_bytes/{group.index}", {"host": shown, "port": port})

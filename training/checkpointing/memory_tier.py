@@ -399,10 +399,15 @@ class MemoryTier:
       record: further JSON, as of a checkpoint in storage.
 
     Returns:
-      The seconds that the caller waited.
+      The seconds that the caller waited, without those for other processes to come here, which it
+      would wait for at the next step.
     """
     began = time.monotonic()
+    if self._pending is not None:
+      self._pending.thread.join()
+    joined = time.monotonic() - began
     self.finish()
+    began = time.monotonic() - joined
     if self._layout is None:
       self._layout = Layout(jax.tree.map(_abstract, tree), self._hosts)
     save = self._pending = _Save(step)
