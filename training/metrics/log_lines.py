@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import errno
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -223,6 +224,22 @@ class LogFile:
 # ------------------------------ the writer ------------------------------
 
 
+def _summary_writer() -> Any:
+  """Returns tensorboardX's writer, which imports PyTorch where it is installed.
+
+  That takes seconds, and loads a second copy of CUDA's libraries: a run on a GPU with both ended
+  with a segmentation fault in its first evaluation, whose attention is cuDNN's.
+  """
+  absent = {} if "torch" in sys.modules else {"torch": None}
+  sys.modules.update(absent)
+  try:
+    from tensorboardX import SummaryWriter  # of those that write alone
+  finally:
+    for name in absent:
+      del sys.modules[name]
+  return SummaryWriter
+
+
 class MetricsWriter:
   """Appends to `metrics.jsonl` and to TensorBoard's event files; a context manager.
 
@@ -331,11 +348,9 @@ class MetricsWriter:
 
   def _open_board(self, purge: int | None, number: int) -> None:
     """Opens the `number`-th event file; it purges earlier events from step `purge` on."""
-    from tensorboardX import SummaryWriter  # of those that write alone
-
     self._close_board()
     self._scalars, self._boards = [], number
-    self._board = SummaryWriter(
+    self._board = _summary_writer()(
       str(self._workdir),
       purge_step=purge,
       filename_suffix=f".{number}",  # files of one second would have one name

@@ -2,8 +2,12 @@
 
 import contextlib
 import json
+import os
+import pathlib
 import resource
 import struct
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -11,6 +15,7 @@ from etils import epath
 from tensorboardX.proto import event_pb2
 
 from runtime import files
+from training.metrics import log_lines
 from training.metrics.log_lines import LogFile, MetricsWriter
 
 TIMES = {"goodput": 0.5, "seconds": {}, "time": 1.0, "done": False}
@@ -125,3 +130,21 @@ def test_a_full_disk_that_only_tensorboard_meets_stops_nothing(tmp_path):
   assert not thread.is_alive()
   assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 100
   assert len(scalars(tmp_path)) < 800
+
+
+def test_numbers_for_tensorboard_do_not_import_pytorch(tmp_path):
+  """A second copy of CUDA's libraries ended a run on a GPU."""
+  (tmp_path / "torch.py").write_text("raise SystemExit('imported')")
+  lines = [
+    "import sys, pathlib",
+    "from training.metrics import log_lines",
+    "print(log_lines._summary_writer().__name__, 'torch' in sys.modules)",
+  ]
+  done = subprocess.run(
+    [sys.executable, "-c", "\n".join(lines)],
+    env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    cwd=pathlib.Path(log_lines.__file__).parents[2],
+    capture_output=True,
+    text=True,
+  )
+  assert (done.stdout, done.returncode) == ("SummaryWriter False\n", 0), done.stderr
