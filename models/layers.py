@@ -222,38 +222,67 @@ def _uniform(high: Array, low: Array) -> Array:
 # ------------------------------ norms and activation functions ------------------------------
 
 
+def _gelu(x: Array) -> Array:
+  """Returns GELU by tanh. Source: arXiv:1606.08415."""
+  return jax.nn.gelu(x, approximate=True)
+
+
+def _gelu_again(x: Array) -> Array:
+  """Returns GELU by tanh, whose formula by the logistic function this is."""
+  return x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
+
+
 def _gelu_erf(x: Array) -> Array:
-  """Returns x Phi(x) with Phi by erf, in float32 or wider. Source: arXiv:1606.08415.
+  """Returns x Phi(x) with Phi by erf. Source: arXiv:1606.08415.
 
   `jax.nn.gelu` takes erfc, whose tail has a better relative error; CPUs compute it as 130
   operations, and as often as its result is used.
   """
-  wide = x.astype(wide_dtype(x.dtype))
-  return (0.5 * wide * (1.0 + jax.lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
+  return 0.5 * x * (1.0 + jax.lax.erf(x * math.sqrt(0.5)))
 
 
-def _one_saved(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+def _gelu_erf_again(x: Array) -> Array:
+  """Returns x Phi(x) with Phi by erfc."""
+  return 0.5 * x * jax.lax.erfc(x * -math.sqrt(0.5))
+
+
+def _one_saved(
+  function: Callable[[Array], Array], again: Callable[[Array], Array]
+) -> Callable[[Array], Array]:
   """Returns an elementwise function whose backward pass needs one array in place of several.
 
   On CPUs that is its derivative, which the forward pass computes; elsewhere its input, from which
-  the derivative is computed again while memory is waited for.
+  the derivative is computed again while memory is waited for. Both are computed in float32 or
+  wider.
+
+  Args:
+    function: what is returned, for float32 or wider.
+    again: the same function by another formula, whose derivative is taken in place of function's
+      where the input is saved: of one formula XLA would merge both computations and save what
+      they share, the tanh, too.
   """
-  on_cpu = jax.custom_jvp(function)
 
-  @on_cpu.defjvp
-  def _(primals, tangents):
-    [x], [tangent] = primals, tangents
-    y, derivative = jax.jvp(function, (x,), (jnp.ones_like(x),))
-    return y, derivative * tangent
+  def rule(saved: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    rounded = jax.custom_jvp(lambda x: function(x.astype(wide_dtype(x.dtype))).astype(x.dtype))
 
-  elsewhere = jax.checkpoint(function, prevent_cse=False)
+    @rounded.defjvp
+    def _(primals, tangents):
+      [x], [tangent] = primals, tangents
+      wide = x.astype(wide_dtype(x.dtype))
+      y, derivative = jax.jvp(saved, (wide,), (jnp.ones_like(wide),))
+      y = y if saved is function else function(wide)
+      return y.astype(x.dtype), derivative.astype(x.dtype) * tangent
+
+    return rounded
+
+  on_cpu, elsewhere = rule(function), jax.checkpoint(rule(again), prevent_cse=False)
   return lambda x: on_cpu(x) if on_cpus() else elsewhere(x)
 
 
 _ACTIVATIONS = {
   "silu": jax.nn.silu,
-  "gelu": _one_saved(functools.partial(jax.nn.gelu, approximate=True)),
-  "gelu_erf": _one_saved(_gelu_erf),
+  "gelu": _one_saved(_gelu, _gelu_again),
+  "gelu_erf": _one_saved(_gelu_erf, _gelu_erf_again),
   # Source: https://github.com/hendrycks/GELUs
   "gelu_sigmoid": lambda x: x * jax.nn.sigmoid(scaled(x, 1.702)),
   "relu": jax.nn.relu,
@@ -310,12 +339,58 @@ def layer_norm(
   epsilon: float,
 ) -> Float[Array, "*X D"]:
   """LayerNorm: x to mean 0 and variance 1 over D, in float32 or wider. Source: arXiv:1607.06450."""
-  wide = wide_dtype(x.dtype)
-  x_wide = x.astype(wide)
-  centred = x_wide - jnp.mean(x_wide, axis=-1, keepdims=True)
-  inverse = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
-  scale, bias = (_broadcast(vector.astype(wide), x) for vector in (scale_D, bias_D))
+  return (_layer_norm if on_cpus() else _layer_norm_again)(x, scale_D, bias_D, epsilon)
+
+
+def _layer_norm(x: Array, scale_D: Array, bias_D: Array, epsilon: float) -> Array:
+  """Returns the LayerNorm of x."""
+  centred, inverse = _moments(x, epsilon)[1:]
+  scale, bias = (_broadcast(vector.astype(centred.dtype), x) for vector in (scale_D, bias_D))
   return (centred * inverse * scale + bias).astype(x.dtype)
+
+
+def _moments(x: Array, epsilon: float) -> tuple[Array, Array, Array]:
+  """Returns the mean of each row, x without it, and 1 over the standard deviation."""
+  x_wide = x.astype(wide_dtype(x.dtype))
+  mean = jnp.mean(x_wide, axis=-1, keepdims=True)
+  centred = x_wide - mean
+  inverse = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
+  return mean, centred, inverse
+
+
+# Off CPUs the backward pass has a mean and a deviation for each row before it needs them. XLA for
+# GPUs otherwise computes them in one kernel with what the scale's gradient sums over the rows,
+# which it writes as float32 and reads again.
+_layer_norm_again = jax.custom_vjp(_layer_norm, nondiff_argnums=(3,))
+
+
+def _layer_norm_forward(
+  x: Array, scale_D: Array, bias_D: Array, epsilon: float
+) -> tuple[Array, tuple[Array, Array, Array]]:
+  """Returns the LayerNorm, and what its backward pass needs."""
+  return _layer_norm(x, scale_D, bias_D, epsilon), (x, scale_D, bias_D)
+
+
+def _layer_norm_backward(
+  epsilon: float, saved: tuple[Array, Array, Array], gradient: Array
+) -> tuple[Array, Array, Array]:
+  """Returns the gradients of x, scale and bias."""
+  x, scale_D, bias_D = saved
+  mean, _, inverse = _moments(x, epsilon)
+  mean, inverse = jax.lax.optimization_barrier((mean, inverse))
+  normed = (x.astype(mean.dtype) - mean) * inverse
+  gradient = gradient.astype(mean.dtype)
+  scaled_gradient = gradient * _broadcast(scale_D.astype(mean.dtype), x)
+  along = [jnp.mean(scaled_gradient * of, axis=-1, keepdims=True) for of in (1.0, normed)]
+  rows = tuple(range(x.ndim - 1))
+  return (
+    (inverse * (scaled_gradient - along[0] - normed * along[1])).astype(x.dtype),
+    jnp.sum(gradient * normed, axis=rows).astype(scale_D.dtype),
+    jnp.sum(gradient, axis=rows).astype(bias_D.dtype),
+  )
+
+
+_layer_norm_again.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
 def _broadcast(vector: Array, x: Array) -> Array:

@@ -1,5 +1,6 @@
 """The decoder's values beside NumPy in float64: in float32 and bfloat16, whole and in parts."""
 
+import functools
 import math
 
 import jax
@@ -178,14 +179,35 @@ def test_arithmetic_in_bfloat16_is_caught(module, check, monkeypatch):
     check()
 
 
+GELUS = [
+  ("gelu_erf", lambda x: math.erf(math.sqrt(0.5) * x)),
+  ("gelu", lambda x: math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+]
+
+
 @pytest.mark.parametrize("on_cpus", [True, False])
-@pytest.mark.parametrize(
-  ("name", "inner"),
-  [
-    ("gelu_erf", lambda x: math.erf(math.sqrt(0.5) * x)),
-    ("gelu", lambda x: math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-  ],
-)
+def test_the_gradients_of_a_layer_norm_are_numpys(on_cpus, monkeypatch):
+  monkeypatch.setattr(layers, "on_cpus", lambda: on_cpus)
+  random = np.random.default_rng(0)
+  x, scale, bias, dy = (random.standard_normal(size) for size in ((5, 7, 16), 16, 16, (5, 7, 16)))
+  x = 3 * x + 2
+  deviation = np.sqrt(x.var(-1, keepdims=True) + 1e-3)
+  normed, along = (x - x.mean(-1, keepdims=True)) / deviation, dy * scale
+  means = [np.mean(along * of, -1, keepdims=True) for of in (1, normed)]
+  wanted = (
+    (along - means[0] - normed * means[1]) / deviation,
+    np.sum(dy * normed, (0, 1)),
+    np.sum(dy, (0, 1)),
+  )
+  with jax.enable_x64(True):
+    function = functools.partial(layers.layer_norm, epsilon=1e-3)
+    found = jax.vjp(function, *map(jnp.asarray, (x, scale, bias)))[1](jnp.asarray(dy))
+  for one, other in zip(found, wanted, strict=True):
+    np.testing.assert_allclose(one, other, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("on_cpus", [True, False])
+@pytest.mark.parametrize(("name", "inner"), GELUS)
 def test_gelu_keeps_one_array_for_the_backward_pass(name, inner, on_cpus, monkeypatch):
   monkeypatch.setattr(layers, "on_cpus", lambda: on_cpus)
 
@@ -204,8 +226,9 @@ def test_gelu_keeps_one_array_for_the_backward_pass(name, inner, on_cpus, monkey
   np.testing.assert_allclose(derivative, slope, rtol=0, atol=1e-8)
 
 
-def test_gelu_by_erf_is_computed_wide_where_inputs_are_not():
-  x = jnp.linspace(-4, 4, 65, dtype=jnp.bfloat16)
-  wanted = jnp.asarray([float(v) * 0.5 * (1 + math.erf(float(v) / math.sqrt(2))) for v in x])
-  found = layers.ACTIVATIONS["gelu_erf"](x)
+@pytest.mark.parametrize(("name", "inner"), GELUS)
+def test_gelu_is_computed_wide_where_inputs_are_not(name, inner):
+  x = jnp.linspace(-3, 4, 57, dtype=jnp.bfloat16)
+  wanted = jnp.asarray([float(v) * 0.5 * (1 + inner(float(v))) for v in x])
+  found = layers.ACTIVATIONS[name](x)
   np.testing.assert_array_equal(found, wanted.astype(jnp.bfloat16))
