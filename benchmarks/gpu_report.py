@@ -9,6 +9,7 @@ is reported as such, and the exit code is 1. `--small` shrinks all of it for a C
 the command works, and says nothing about speed.
 
   device     device, driver, versions
+  whole_run  a run as people start it, with evaluations, checkpoints and TensorBoard's file
   gpt2_124m  train step beside torch.compile in bfloat16 (benchmarks/gpu.py)
   llama_1b   likewise
   plan       the predicted step and memory of llama_1b, to hold beside what was measured
@@ -225,6 +226,15 @@ def attention() -> list[dict[str, Any]]:
   return found
 
 
+def whole_run() -> dict[str, Any]:
+  """Returns what a run says of its steps and evaluations; some of each come between others."""
+  with tempfile.TemporaryDirectory() as name:
+    words = [f"--config={MODEL}", "--config.training.steps=60", "--config.metrics.every_steps=10"]
+    words += ["--config.checkpoint.every_steps=25", "--config.evaluation.every_steps=25"]
+    said = run(application(*words, "--config.evaluation.final_steps=2", f"--workdir={name}/run"))
+  return {"said": [line for line in said.splitlines() if line.startswith(("step", "evaluation"))]}
+
+
 def resume() -> dict[str, Any]:
   """Returns whether steps 4 to 6 have the same bits when the run begins at step 3 again."""
   with tempfile.TemporaryDirectory() as name:
@@ -264,12 +274,9 @@ def start() -> dict[str, Any]:
 KEPT, CHUNKS, UNROLL = "training.rematerialization", "training.loss_chunks", "training.scan_unroll"
 OPTIONS = "compiler_options"
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
-  ("gpt2_124m", {OPTIONS: "xla_gpu_experimental_enable_same_shape_multi_output_fusion=true"}),
   ("gpt2_124m", {OPTIONS: "xla_gpu_experimental_enable_fusion_autotuner=true"}),
-  ("gpt2_124m", {OPTIONS: "xla_gpu_experimental_enable_fusion_block_level_rewriter=true"}),
   ("gpt2_124m", {CHUNKS: 4}),
   ("gpt2_124m", {OPTIONS: "xla_gpu_experimental_enable_triton_heroless_priority_fusion=true"}),
-  ("llama_1b", {OPTIONS: "xla_gpu_experimental_enable_same_shape_multi_output_fusion=true"}),
   ("llama_1b", {CHUNKS: 4}),
   ("llama_1b", {UNROLL: 4}),
   ("llama_1b", {UNROLL: 1}),
@@ -339,10 +346,10 @@ def compare() -> dict[str, Any]:
   return {"said": said.splitlines()[-6:]}
 
 
-OWN = (device, matmuls, attention, resume, start, variants, plan, compare)
+OWN = (device, matmuls, attention, whole_run, resume, start, variants, plan, compare)
 # In the order in which they run -> the most seconds that they take.
 PARTS = {
-  **{"device": 30, "gpt2_124m": 170, "llama_1b": 210, "plan": 60, "matmuls": 90},
+  **{"device": 30, "whole_run": 90, "gpt2_124m": 170, "llama_1b": 210, "plan": 60, "matmuls": 90},
   **{"attention": 90, "variants": 300, "resume": 90, "start": 90, "compare": 90},
 }
 
