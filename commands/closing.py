@@ -14,7 +14,7 @@ from commands import flags
 from input_pipeline import catalog
 from processes.coordination import current
 from runtime import files
-from training import history
+from training import workdir_files
 from training.metrics import log_lines
 from training.metrics.console import say
 from training.metrics.log_lines import LogFile
@@ -108,7 +108,7 @@ def _main(*words: str) -> str:
 
 def _page(workdir: epath.Path) -> str:
   """Returns the command that shows the run's page, or its path where no browser is known."""
-  page = workdir / history.REPORT
+  page = workdir / workdir_files.REPORT
   opener = "open" if sys.platform == "darwin" else "xdg-open"
   here = files.is_local(workdir) and shutil.which(opener)
   return shlex.join([opener, str(page)]) if here else f"{page} (in a browser)"

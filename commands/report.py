@@ -10,7 +10,7 @@ from etils import epath
 from commands import flags
 from reports import run_files, run_index, run_page
 from runtime import exit_codes, files, units
-from training.history import REPORT
+from training.workdir_files import REPORT
 
 # The page of several runs, where `--html` is not given: in the first of them, or in their folder.
 AGAINST, INDEX = "against.html", "index.html"

@@ -12,17 +12,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from etils import epath
 
 from inference.request import Request, as_bytes, text_spec
 from processes import coordination
-from runtime import collectives, files, provenance
-from training import history
+from runtime import files, provenance
+from training import history, workdir_files
 from training.bad_steps import BadStepError
-from training.callbacks import Observer
+from training.callbacks import CompiledStep, Observer
 from training.history import History
 from training.metrics.console import warn
 from training.setup import Job
@@ -56,7 +56,7 @@ class RunReport(Observer):
     self._job, self._workdir, self._require = job, workdir, require
     self._writes = coordination.current().first
     self._history = History(workdir, require)
-    self._page = PageWriter(workdir, history.REPORT, require, warn)
+    self._page = PageWriter(workdir, workdir_files.REPORT, require, warn)
     self._request = wanted
     self._step, self.sampler = 0, None
 
@@ -70,7 +70,7 @@ class RunReport(Observer):
     job = self._job
     text = files.json_text(layout_page.stored_layout(job)) + "\n"
     try:
-      files.replace(self._workdir / history.DRAWINGS, text, require=self._require)
+      files.replace(self._workdir / workdir_files.DRAWINGS, text, require=self._require)
     except OSError as error:
       warn(f"the drawings of the layout are not written, training continues: {error}")
     self._history.add(
@@ -87,7 +87,7 @@ class RunReport(Observer):
       versions=provenance.versions(),
     )
 
-  def compiled(self, step: int, program: Any, rows: Sequence[collectives.Row]) -> None:
+  def compiled(self, step: int, found: CompiledStep) -> None:
     """Records the collectives of the step, and what the planner predicts for it."""
     if not self._writes:
       return
@@ -95,7 +95,7 @@ class RunReport(Observer):
 
     platform, constants = self._job.devices.platform, self._job.config.planning.constants
     try:
-      predicted = prediction.of_program(program, self._job.mesh, platform, constants)
+      predicted = prediction.of_program(found.program, self._job.mesh, platform, constants)
     except Exception as error:  # of whatever hardware; a run does not depend on it
       predicted = {"missing": str(error)}
     self._history.add(
@@ -103,7 +103,7 @@ class RunReport(Observer):
       step,
       collectives=[
         {"axis": "+".join(row.axes), "kind": row.kind, "runs": row.count, "bytes": row.bytes}
-        for row in rows
+        for row in found.collectives
       ],
       predicted=predicted,
     )

@@ -18,7 +18,6 @@ from reports import layout_text
 from runtime import exit_codes, extensions, files, forms
 from runtime.printable import printable
 from training import (
-  history,
   loop,
   restore,
   run_tokenizer,
@@ -134,7 +133,7 @@ def _run(data: splits.Data, start: restore.Start, watch: Watchdog) -> int:
     closing.curve(workdir)
   say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
   if ready.config.metrics.report:
-    say(f"page of the run: {workdir / history.REPORT}")
+    say(f"page of the run: {workdir / workdir_files.REPORT}")
   if end.stopped:
     say("stopped as requested, after saving; run the same command again to resume")
     report.end(stopped=True)

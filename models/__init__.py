@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from models import mlp, transformer
+from models import transformer
 from models.losses import Batch, Sums
 from models.spec import ModelSpec
 from runtime.extensions import Table
@@ -129,7 +129,12 @@ class DeferredModule:
 
 
 MODELS: Table = Table(
-  "model", {"transformer": transformer, "mlp": mlp, "vit": DeferredModule("models.vit")}
+  "model",
+  {
+    "transformer": transformer,
+    "mlp": DeferredModule("models.mlp"),
+    "vit": DeferredModule("models.vit"),
+  },
 )
 
 

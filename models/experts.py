@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from models import activations, load_balance
 from models.layers import MLP, Linear, clamped_gate
-from models.load_balance import BALANCE, COUNTS, Z_LOSS, chosen
+from models.load_balance import BALANCE, Z_LOSS, chosen
+from models.losses import COUNTS
 from models.positions import Rows
 from models.spec import EXPERTS, RESIDUAL, DecoderSpec, under
 from partitioning.constraints import constrain

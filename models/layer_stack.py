@@ -31,7 +31,7 @@ from models.positions import Layer, Rows
 from models.spec import LATENT_ATTENTION, LAYERS, RESIDUAL, LayersSpec, under
 from partitioning.constraints import automatic_layout
 from partitioning.dtypes import scaled
-from partitioning.parallel.pipeline_schedule import STAGE
+from partitioning.mesh_sizes import STAGE
 from runtime.extensions import Table
 from runtime.layer_kinds import is_sparse
 

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from models.losses import Sums
+from models.losses import COUNTS, Sums
 from partitioning.dtypes import wide_dtype
 
 # Numbers of a layer that are summed over the rows of a batch; see `models.experts.Experts`.
-BALANCE, Z_LOSS, COUNTS = "balance_loss", "router_z_loss", "expert_counts"
+BALANCE, Z_LOSS = "balance_loss", "router_z_loss"
 
 
 def chosen(experts: Int[Array, "*X k"], count: int) -> Bool[Array, "*X k E"]:
@@ -141,15 +141,13 @@ SHARE = "expert_share/{}"  # a metric of each expert
 def sums_of(
   rows: Mapping[str, jax.Array], weights_BT: Float[Array, "B T"], layers: int | None = None
 ) -> Sums:
-  """Returns sums over the rows; {} of a model without experts.
+  """Returns sums over the rows.
 
   Args:
     rows: of `models.experts.Experts`, stacked over the sparse layers: [L, B] or [L, B, e].
     weights_BT: of the tokens in the loss.
     layers: the sparse layers of the model, where a pipeline stage has some of them; None: these.
   """
-  if not rows:
-    return {}
   counts_Le = jnp.sum(rows[COUNTS], axis=1, dtype=jnp.int32)
   layers = layers or counts_Le.shape[0]
   sums = {name: jnp.sum(x) / layers for name, x in rows.items() if name != COUNTS}

@@ -17,17 +17,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epy
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
-from models import activations, layer_stack, load_balance, losses
+from models import activations, layer_stack, losses
 from models.attention import CACHE as CACHE
 from models.attention import LENGTHS, Cache, soft_cap
 from models.layer_stack import STACKS, Block, attention_class, order_of, stacked
 from models.layers import MLPS, NORMS, POSITION_EMBEDDINGS, Embedding, Linear
-from models.load_balance import COUNTS
-from models.losses import Batch, Sums, TokenNumbers, weighted_sum
+from models.losses import COUNTS, Batch, Sums, TokenNumbers, weighted_sum
 from models.positions import POSITIONS, Rows, in_order, is_global, layer_pattern, rows_of
 from models.spec import (
   DENSE_LAYERS,
@@ -42,11 +42,14 @@ from models.spec import (
 from partitioning.constraints import axes_splitting, constrain
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel.matmuls import column_parallel
-from partitioning.parallel.vocabulary import chunked_logits
 from partitioning.rules import Dim
 from runtime.extensions import kind_of_model, registered
 from runtime.layer_kinds import beside_sparse
 from runtime.suggest import most_similar
+
+with epy.lazy_imports():  # of experts, preferences, and losses of the vocabulary in chunks
+  from models import load_balance, preferences
+  from partitioning.parallel import chunked_vocabulary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,11 +200,11 @@ class Transformer(nnx.Module):
 
     Args:
       batch: `tokens`, `targets`, `weights` and, where documents are separated, `segments`, each
-        [B, T]; or pairs, see `models.losses`.
+        [B, T]; or pairs, see `models.preferences`.
       key: draws the dropout; None turns it off.
     """
     if self.spec.task == "dpo":
-      return losses.pair_sums(self, batch, key)
+      return preferences.pair_sums(self, batch, key)
     batch = self.ordered(batch)
     x_BRD, of_layers, counts = self.run_layers(self.enter(batch), batch, key)
     left = self.leave(x_BRD, batch, key)
@@ -242,8 +245,10 @@ class Transformer(nnx.Module):
       first: the number of this module's first layer.
     """
     x_BRD, found = self.blocks(x_BRD, self.rows(batch, key), key, first=first)
+    if not found:
+      return x_BRD, {}, {}
     sums = load_balance.sums_of(found, batch["weights"], self.sparse_layers)
-    counts = {name: sums.pop(name) for name in [COUNTS] if name in sums}
+    counts = {COUNTS: sums.pop(COUNTS)}
     coefficients = self.spec.balance_loss, self.spec.router_z_loss
     loss = load_balance.auxiliary_loss(sums, *coefficients)
     return x_BRD, sums if isinstance(loss, float) else {"loss": loss, **sums}, counts
@@ -304,7 +309,7 @@ class Transformer(nnx.Module):
     """
     batch = self.ordered(batch)
     x_BRD, found = self.blocks(self.enter(batch), self.rows(batch, key), key)
-    sums = load_balance.sums_of(found, batch["weights"], self.sparse_layers)
+    sums = load_balance.sums_of(found, batch["weights"], self.sparse_layers) if found else {}
     return self._of_logits(x_BRD, batch["targets"], names), batch["weights"], sums
 
   def rows(self, batch: Batch, key: Key[Array, ""] | None = None) -> Rows:
@@ -349,7 +354,8 @@ class Transformer(nnx.Module):
     if self.spec.loss_chunks == 1:
       return numbers.of_all(self.head(x_BRD) if logits_BTV is None else logits_BTV, targets_BT)
     normed_BRD, kernel = self.final_norm(x_BRD), self._unembedding()
-    return chunked_logits(normed_BRD, kernel, targets_BT, numbers, self.spec.loss_chunks, RESIDUAL)
+    given = normed_BRD, kernel, targets_BT, numbers, self.spec.loss_chunks, RESIDUAL
+    return chunked_vocabulary.chunked_logits(*given)
 
   def blocks(
     self,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 # Outermost first. Neighbouring devices differ in the last axis, so the axis that
 # communicates most (tensor) gets the shortest links.
 AXES = ("data", "fsdp", "stage", "expert", "context", "tensor")
+STAGE = "stage"  # of a pipeline
 
 # The axes that may also cross slices, over DCN: they communicate once a step, or can prefetch a
 # layer ahead.

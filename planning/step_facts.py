@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from partitioning.constraints import ActivationLayout
-from partitioning.parallel.pipeline_schedule import GPIPE, STAGE, Schedule
+from partitioning.mesh_sizes import STAGE
+from partitioning.parallel.pipeline_schedule import GPIPE, Schedule
 from partitioning.rules import Legend, Placement, axes_size, shard_shape, spec_axes
 from runtime.extensions import kind_of_model
 from training.setup import Job

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from etils import epy
@@ -11,7 +11,6 @@ from rich import box
 from rich.table import Table
 
 from partitioning import rules
-from partitioning.parallel.pipeline_schedule import Schedule
 from partitioning.rules import (
   HOST,
   Legend,
@@ -32,6 +31,9 @@ from training.optimizers.build import matrix_groups
 from training.setup import Job
 from training.specs import resolve
 from training.step import Program
+
+if TYPE_CHECKING:
+  from partitioning.parallel.pipeline_schedule import Schedule
 
 with epy.lazy_imports():  # of steps with several microbatches
   from training import microbatches
@@ -269,7 +271,7 @@ def named_text(named: Sequence[Named], rematerialization: str, layers: str) -> s
   return drawings.plain(table)
 
 
-def of_layers(schedule: Schedule | None) -> str:
+def of_layers(schedule: "Schedule | None") -> str:
   """Returns of which layers a device has activations at a time."""
   return "layers of a chunk" if schedule else "all layers"
 

@@ -24,7 +24,7 @@ from runtime.forms import (
   is_number,
   whole,
 )
-from training import history
+from training import history, workdir_files
 from training.metrics import log_lines
 from training.metrics.log_lines import MOST_BYTES
 
@@ -192,8 +192,8 @@ def read(workdir: epath.PathLike) -> Run:
     evaluations=[one for one in lines if "eval_loss" in one],
     rollbacks=[one for one in lines if log_lines.ROLLED_BACK in one],
     times=times[-1] if times else None,
-    history=[*history.events(_content(folder / history.FILE) or b"")],
-    layout=_layout(folder / history.DRAWINGS),
+    history=[*history.events(_content(folder / workdir_files.HISTORY) or b"")],
+    layout=_layout(folder / workdir_files.DRAWINGS),
     on_disk=_on_disk(folder / CHECKPOINTS),
     damaged=len(damaged),
   )

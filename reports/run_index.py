@@ -17,7 +17,7 @@ from reports import charts, run_charts, run_page
 from reports.html import render
 from reports.run_files import CONFIG, TOKENIZER, Points, Run, number
 from runtime import units
-from training import history
+from training import workdir_files
 from training.metrics import log_lines
 
 # Metric -> its title; of these a table has those that its runs have, and orders by the first.
@@ -288,7 +288,7 @@ def terminal(runs: Sequence[Run], width: int) -> str:
 
 def _link(run: Run, page: epath.Path) -> str:
   """Returns where a run's page is, as seen from another page; "" where there is none."""
-  file = epath.Path(run.folder) / history.REPORT
+  file = epath.Path(run.folder) / workdir_files.REPORT
   if not file.exists():
     return ""
   if "://" in str(file) or "://" in str(page):

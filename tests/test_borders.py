@@ -34,10 +34,11 @@ SMALL = {
 }
 # What only some configs need.
 OPTIONAL = {
-  "models.experts",
+  *("models.experts", "models.load_balance", "models.mlp", "models.preferences"),
   "models.latent_attention",
   "partitioning.parallel.expert_exchange",
-  "partitioning.parallel.pipeline",
+  *("partitioning.parallel.batch_region", "partitioning.parallel.chunked_vocabulary"),
+  *("partitioning.parallel.pipeline", "partitioning.parallel.pipeline_schedule"),
   *("commands.run_report", "training.base_parameters", "training.microbatches", "training.parity"),
   *("input_pipeline.tfds", "input_pipeline.mixture", "input_pipeline.text.preparation"),
   *("input_pipeline.text.worker", "input_pipeline.text.documents"),
@@ -48,7 +49,7 @@ OPTIONAL = {
   *("input_pipeline.text.files", "input_pipeline.text.tokenizer_files"),
   *("training.averages", "training.metrics.profiler", "training.optimizers.groups"),
   *("training.checkpointing.reading", "training.checkpointing.resume_policy"),
-  *("training.metrics.sinks", "training.run_record"),
+  *("training.metrics.sinks", "training.history", "training.run_record"),
   *("input_pipeline.bad_records", "input_pipeline.shard_writer", "input_pipeline.best_fit"),
   "training.optimizers.muon",
   "training.optimizers.soap",

@@ -91,6 +91,19 @@ def _call(name: str, function: Callable[[Context], None], context: Context, when
     raise CallbackError(f"the callback {name!r} fails {when}: {error_text(error)}") from error
 
 
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+  """A compiled train step.
+
+  Attributes:
+    program: as JAX has it (`jax.stages.Compiled`).
+    collectives: that it exchanges, by mesh axis.
+  """
+
+  program: Any
+  collectives: "Sequence[Row]"
+
+
 class Observer:
   """Is called by a run on every process alike; this one ignores everything.
 
@@ -102,8 +115,8 @@ class Observer:
 
   sampler: Any = None
 
-  def compiled(self, step: int, program: Any, rows: "Sequence[Row]") -> None:
-    """The train step is compiled: `jax.stages.Compiled`, its collectives; `step` steps are done."""
+  def compiled(self, step: int, found: CompiledStep) -> None:
+    """The train step is compiled, of the last shape of batches; `step` steps are done."""
 
   def evaluated(self, step: int, state: Any) -> None:
     """The state after a step is evaluated, and the result is in `metrics.jsonl`."""

@@ -14,10 +14,8 @@ from runtime import files, forms
 from runtime.forms import ABOVE_0, ANY, NUMBER, STEP, TEXT, Each, Kind, Needs, OrNull, is_number
 from training.metrics.console import warn
 from training.metrics.log_lines import MOST_BYTES
+from training.workdir_files import HISTORY
 
-FILE = "history.jsonl"
-# What else a run writes for its page: the page, and the drawings of the layout.
-REPORT, DRAWINGS = "run.html", "layout.json"
 # Kinds of events: the key `event` of a line.
 START, COMPILED, SAVED, SAMPLE = "start", "compiled", "saved", "sample"
 ROLLED_BACK, END = "rolled_back", "end"
@@ -57,7 +55,7 @@ class History:
       require: raises where the run may write no longer.
       report: is called with a text once, if the file cannot be written.
     """
-    self._path, self._require, self._report = workdir / FILE, require, report
+    self._path, self._require, self._report = workdir / HISTORY, require, report
     self._begun = False
 
   def add(self, event: str, step: int, **values: Any) -> None:

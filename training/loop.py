@@ -1,51 +1,44 @@
 """The training loop: compile, steps, evaluation, saving, end.
 
-`train` says what happens in which order, `Run` how. What they need is below: after which steps what
-is due (`Due`), the steps as they are compiled (`TrainSteps`), and saving (`Saver`).
+`train` says what happens in which order, `begin` of what a run consists, `Run` how it does that.
+What they need is below: after which steps what is due (`Due`), the steps as they are compiled
+(`TrainSteps`), and saving (`Saver`).
 """
 
 import contextlib
 import dataclasses
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from etils import epy
+import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from input_pipeline.batches import Prefetcher
 from input_pipeline.ramp import Shape
-from models import model_spec
 from processes.coordination import Lockstep
 from processes.watchdog import ENDING, EVALUATION, SAVING, STARTING, Watchdog
-from runtime import collectives, forms, units
-from runtime.units import clock
+from runtime import collectives, forms
 from training import callbacks, workdir_files
 from training.bad_steps import BadStepError, BadSteps
-from training.callbacks import CALLBACKS, Callback, Observer
+from training.callbacks import CALLBACKS, Callback, CompiledStep, Observer
 from training.checkpointing.async_writer import SaveError
 from training.checkpointing.checkpointer import Checkpointer
 from training.evaluation import Evaluation, Evaluator
-from training.metrics.console import ProgressLine, Waiting, say, say_wrapped, warn
-from training.metrics.goodput import Goodput
-from training.metrics.log_lines import FILE, LINES, MetricsWriter
+from training.instruments import Instruments
+from training.metrics.console import Waiting, say, say_wrapped
+from training.metrics.log_lines import LINES
 from training.metrics.reader import (
   DebugNans,
   MetricsReader,
   without_debug_checks,
 )
-from training.metrics.throughput import Meter
 from training.replica_check import ReplicaCheck
 from training.restore import Start
 from training.setup import Compiled
 from training.specs import BatchSpec
 from training.splits import Data
 from training.state import State
-
-with epy.lazy_imports():  # of runs that have any
-  from training.metrics import sinks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +80,9 @@ def train(
 
       data = reference.attached(data, start, watch)
     watch.saves = True
-    called = {name: CALLBACKS[name] for name in start.job.config.training.callbacks}
-    called.update(more_callbacks or {})
-    observer = observer or Observer()
-    run = Run(data, start, watch, stack, called, observer, started=started)
-    run.compile()
+    named = {name: CALLBACKS[name] for name in start.job.config.training.callbacks}
+    calls = {**named, **(more_callbacks or {})}
+    run = begin(data, start, watch, stack, calls, observer or Observer(), started)
     run.catch_up()
     while run.has_next_step():
       batch = run.next_batch()
@@ -107,10 +98,75 @@ def train(
     run.save_last_step()
     summary = run.summary()  # without the time that sinks take to end
   watch.at("ending", ENDING)
-  say_wrapped("\n".join([*run.news(), summary]))
+  say_wrapped("\n".join([*run.instruments.writer.news(), summary]))
   return End(run.state, run.stopped)
 
 
+def begin(
+  data: Data,
+  start: Start,
+  watch: Watchdog,
+  stack: contextlib.ExitStack,
+  calls: Mapping[str, Callback],
+  observer: Observer,
+  started: float,
+) -> "Run":
+  """Opens `metrics.jsonl`, compiles the steps of training and evaluation, and returns the run.
+
+  Arguments as of `train`; `stack` closes what is opened, and `calls` are all callbacks.
+  """
+  job, config = start.job, start.job.config
+  start.checkpointer.on_commit = observer.saved
+  if start.memory is not None:
+    stack.callback(start.memory.close)
+  bad_steps, due = BadSteps(config.training, config.data, start.known, start.step), Due.of(config)
+  debug_nans = DebugNans(job.compile, job.mesh)
+  stack.enter_context(without_debug_checks())
+  interrupted = start.step > 0 and due.evaluation(start.step) and not start.is_evaluated()
+  known = len(bad_steps.rollbacks)
+  instruments = Instruments(start, watch, stack, rollbacks=known, started=started)
+  watch.at("compiling", STARTING)
+  steps = TrainSteps(job.compile_train_step, job.batches, job.mesh)
+  last = steps.compile(start.step)
+  workdir_files.add_collectives(
+    start.workdir, collectives.format_summary(last.collectives), start.owner.require
+  )
+  with Waiting("compiling the evaluation step").show():
+    evaluation = job.compile_eval_step().function
+  replicas = ReplicaCheck(
+    *(job.placed_state, job.mesh, job.compile),
+    every=config.training.replica_check_every_steps,
+    late=not job.devices.simulated,
+  )
+  observer.compiled(start.step, last)
+  lockstep, shown = Lockstep(watch.group, watch.stop), instruments.show(due.last).evaluating
+  run = Run(
+    state=start.state,
+    done=start.step,
+    start=start,
+    data=data,
+    due=due,
+    train_steps=steps,
+    evaluator=Evaluator(job, data.evaluation, evaluation, watch, lockstep, shown),
+    saver=Saver(start.checkpointer, forms.plain(config), watch, start.stored),
+    bad_steps=bad_steps,
+    # On simulated devices at most one step is in flight: more can deadlock in a rendezvous.
+    # On accelerators metrics are read a step late, so that the device never waits for the host.
+    reader=MetricsReader(late=0 if job.devices.simulated else 1, check=bad_steps.check),
+    debug_nans=debug_nans,
+    replicas=replicas,
+    instruments=instruments,
+    lockstep=lockstep,
+    watch=watch,
+    callbacks=calls,
+    observer=observer,
+    interrupted=interrupted,
+  )
+  stack.callback(lambda: run.batches and run.batches.close())
+  return run
+
+
+@dataclasses.dataclass(kw_only=True)
 class Run:
   """A running training; `train` calls its methods in the order of their definition.
 
@@ -118,195 +174,101 @@ class Run:
     state: after step `done`.
     done: number of finished steps.
     stopped: whether it was stopped before the last step or evaluation was done.
+    interrupted: whether the evaluation of the step that it starts from is missing.
+    batches: those of the next steps, read ahead; None before `catch_up`.
   """
 
-  def __init__(
-    self,
-    data: Data,
-    start: Start,
-    watch: Watchdog,
-    stack: contextlib.ExitStack,
-    called: Mapping[str, Callback],
-    observer: Observer,
-    *,
-    started: float,
-  ):
-    """Takes the arguments of `train`, opens `metrics.jsonl`, and logs the time spent so far.
-
-    `stack` closes what is opened.
-    """
-    self.state, self.done, self.stopped = start.state, start.step, False
-    job, workdir, config = start.job, start.workdir, start.job.config
-    self._job, self._config, self._data, self._start = job, config, data, start
-    self._workdir, self._watch, self._started = workdir, watch, started
-    self._callbacks, self._due, self._observer = called, Due.of(config), observer
-    start.checkpointer.on_commit = observer.saved
-    self._saver = Saver(start.checkpointer, forms.plain(config), watch, start.stored)
-    self._memory = start.memory
-    if self._memory is not None:
-      stack.callback(self._memory.close)
-    self._bad_steps = BadSteps(config.training, config.data, start.known, start.step)
-    self._lockstep = Lockstep(watch.group, watch.stop)
-    # On simulated devices at most one step is in flight: more can deadlock in a rendezvous.
-    # On accelerators metrics are read a step late, so that the device never waits for the host.
-    self._reader = MetricsReader(
-      late=0 if job.devices.simulated else 1, check=self._bad_steps.check
-    )
-    self._stack = stack
-    self._debug_nans = DebugNans(job.compile, job.mesh)
-    stack.enter_context(without_debug_checks())
-    self._interrupted = start.step > 0 and self.evaluation_due() and not start.is_evaluated()
-    self._writer = stack.enter_context(
-      MetricsWriter(
-        workdir,
-        step=start.step,
-        tensorboard=config.metrics.tensorboard,
-        rollbacks=len(self._bad_steps.rollbacks),
-        owner=start.owner,
-        sinks=(lambda: sinks.Sinks(config, workdir, start.step, warn))
-        if config.metrics.sinks
-        else None,
-      )
-    )
-    self._goodput = Goodput(started, self._writer.times)
-    self._meter, self._measuring = Meter(job.batches, model_spec(config), job.mesh), False
-    self._train_steps = TrainSteps(job.compile_train_step, job.batches, job.mesh)
-    if lost := self._writer.lost(start.known):
-      where = workdir / FILE
-      warn(f"{where} has lost lines of finished steps: {lost}; training continues without them")
-    if self._goodput.doubt:
-      warn(self._goodput.doubt)
-    if self._writer.times is None or self._writer.times["step"] != self.done:
-      self._writer.write_times(self.done, self._goodput.line())
-    self._profile = None
-    if config.profile.steps:
-      from training.metrics.profiler import Profile  # of runs that trace steps alone
-
-      self._profile = stack.enter_context(Profile(config.profile, workdir / "profile", watch))
-    self._pace = None
-    if not watch.group.alone and (ratio := config.processes.slow_ratio):
-      from processes.stragglers import straggler_detection  # which a single process does not need
-
-      found = straggler_detection(watch.group, ratio, simulated=job.devices.simulated)
-      self._pace = stack.enter_context(found)
-    # Set by `compile` and `catch_up`, before the first step.
-    self._progress: ProgressLine | None = None
-    self._evaluator: Evaluator | None = None
-    self._replicas: ReplicaCheck | None = None
-    self._batches: Prefetcher | None = None
-    stack.callback(lambda: self._batches and self._batches.close())
-
-  # ------------------------------ before the first step ------------------------------
-
-  def compile(self) -> None:
-    """Compiles the steps of training and evaluation, and reports the collectives."""
-    job = self._job
-    self._watch.at("compiling", STARTING)
-    self._goodput.switch("compile")
-    rows = self._train_steps.compile(self.done)
-    table = collectives.format_summary(rows)
-    workdir_files.add_collectives(self._workdir, table, self._start.owner.require)
-    with Waiting("compiling the evaluation step").show():
-      evaluation = job.compile_eval_step().function
-    self._progress = self._stack.enter_context(ProgressLine(self._config.training.steps))
-    shown = self._progress.evaluating
-    self._evaluator = Evaluator(
-      job, self._data.evaluation, evaluation, self._watch, self._lockstep, shown
-    )
-    self._replicas = ReplicaCheck(
-      *(job.placed_state, job.mesh, job.compile),
-      every=self._config.training.replica_check_every_steps,
-      late=not job.devices.simulated,
-    )
-    self._observer.compiled(self.done, self._train_steps.last, rows)
+  state: State
+  done: int
+  start: Start
+  data: Data
+  due: "Due"
+  train_steps: "TrainSteps"
+  evaluator: Evaluator
+  saver: "Saver"
+  bad_steps: BadSteps
+  reader: MetricsReader
+  debug_nans: DebugNans
+  replicas: ReplicaCheck
+  instruments: Instruments
+  lockstep: Lockstep
+  watch: Watchdog
+  callbacks: Mapping[str, Callback]
+  observer: Observer
+  interrupted: bool
+  stopped: bool = False
+  batches: Prefetcher | None = None
 
   def catch_up(self) -> None:
     """Evaluates the restored step if the run was killed or stopped before its evaluation."""
-    self._goodput.switch("step")
     self._read_ahead()
     try:
-      if self._interrupted and self.evaluate() is not None:
-        self._writer.write_times(self.done, self._goodput.line())
+      if self.interrupted and self.evaluate() is not None:
+        self.instruments.at_step(self.done)
     except BadStepError as bad:
       self.roll_back(bad)
 
   def _read_ahead(self) -> None:
     """Starts to prefetch batches."""
-    waited = self._batches.wait_seconds if self._batches else 0.0
-    shardings, position = self._job.batch_shardings, self._bad_steps.position
-    self._batches = Prefetcher(
-      lambda step: self._data.train.batch(step, shardings, position),
+    waited = self.batches.wait_seconds if self.batches else 0.0
+    job, position = self.start.job, self.bad_steps.position
+    shardings = job.batch_shardings
+    self.batches = Prefetcher(
+      lambda step: self.data.train.batch(step, shardings, position),
       start=self.done,
-      stop=self._config.training.steps,
-      depth=self._config.data.prefetch_batches,
+      stop=self.due.last,
+      depth=job.config.data.prefetch_batches,
     )
-    self._batches.wait_seconds = waited  # keeps counting
+    self.batches.wait_seconds = waited  # keeps counting
 
   # ------------------------------ steps ------------------------------
 
   def has_next_step(self) -> bool:
     """Returns whether there is another step to compute."""
-    return self.done < self._config.training.steps and not self.stopped
+    return self.done < self.due.last and not self.stopped
 
   def next_batch(self) -> Any:
     """Returns the next step's batch once all processes have theirs; None if the run stops."""
-    if self._profile is not None:
-      self._profile.before(self.done)
-    self._watch.at(f"step {self.done + 1}: waiting for its batch", begins=True, reader="prefetch")
-    with self._goodput.within("input_wait"):
-      batch = self._batches.get(self.done, cancelled=lambda: self._lockstep.stopping)
-    self._watch.at(f"step {self.done + 1}: waiting for the other processes")
-    if self._lockstep.enter():
+    self.instruments.before_step(self.done)
+    self.watch.at(f"step {self.done + 1}: waiting for its batch", begins=True, reader="prefetch")
+    with self.instruments.within("input_wait"):
+      batch = self.batches.get(self.done, cancelled=lambda: self.lockstep.stopping)
+    self.watch.at(f"step {self.done + 1}: waiting for the other processes")
+    if self.lockstep.enter():
       return batch
     self.stopped = True
     return None
 
   def step(self, batch: Any) -> None:
     """Runs a step, and logs the metrics that are due."""
-    if not self._train_steps.has(self.done):  # rolled back to a stage from before this start
-      self._watch.at(f"step {self.done + 1}: compiling", STARTING)
-      with self._goodput.within("compile"), self._meter.paused():
-        self._train_steps.after(self.done)
-    self._watch.at(f"step {self.done + 1}: computing")
-    self.state, metrics = self._train_steps.after(self.done)(self.state, batch)
+    if not self.train_steps.has(self.done):  # rolled back to a stage from before this start
+      self.watch.at(f"step {self.done + 1}: compiling", STARTING)
+      with self.instruments.paused("compile"):
+        self.train_steps.after(self.done)
+    self.watch.at(f"step {self.done + 1}: computing")
+    self.state, metrics = self.train_steps.after(self.done)(self.state, batch)
     self.done += 1
-    called = callbacks.due(self._callbacks, self.done)
-    drain = called or self.evaluation_due() or self._save_due() or self._due.memory(self.done)
-    self._debug_nans.after_step(self.done, self.state, metrics)
-    due = self._reader.read(self.done, metrics, drain=drain)
+    called = callbacks.due(self.callbacks, self.done)
+    drain = called or self.evaluation_due() or self._save_due() or self.due.memory(self.done)
+    self.debug_nans.after_step(self.done, self.state, metrics)
+    due = self.reader.read(self.done, metrics, drain=drain)
     values = dict(due[-1][1]) if due else {}
     self._report(due)
-    if self._pace and (news := self._pace.after_step(self.done, self._batches.wait_seconds)):
-      self._progress.note(news)
-    self._replicas.after_step(self.done, self.state)
+    self.instruments.after_step(self.done, self.batches.wait_seconds)
+    self.replicas.after_step(self.done, self.state)
     if called:
-      self._call(values)
-
-  def _call(self, values: Mapping[str, float]) -> None:
-    """Calls the callbacks that are due, with the metrics of this step."""
-    self._watch.at(f"step {self.done}: callbacks", EVALUATION, begins=True)
-    with self._meter.paused(), self._goodput.within("evaluation"):
-      callbacks.call(self._callbacks, self._context(values))
+      self.watch.at(f"step {self.done}: callbacks", EVALUATION, begins=True)
+      with self.instruments.paused("evaluation"):
+        callbacks.call(self.callbacks, self._context(values))
 
   def _context(self, values: Mapping[str, float]) -> callbacks.Context:
-    return callbacks.Context(self.done, self.state, values, self._job, self._workdir)
+    return callbacks.Context(self.done, self.state, values, self.start.job, self.start.workdir)
 
-  def _report(self, due: list[tuple[int, dict[str, float]]]) -> None:
-    """Writes and shows the metrics of steps."""
-    meter, batches = self._meter, self._batches
-    for number, values in due:
-      if not self._measuring:
-        self._measuring = True
-        meter.start(number, batches.wait_seconds)
-        seconds = time.monotonic() - self._started
-        self._progress.note(f"first step finished {seconds:.1f} s after the command was given")
-      if self._due.metrics(number):
-        slowest = self._pace.numbers() if self._pace else {}
-        values.update(meter.lap(number, batches.wait_seconds), **slowest)
-        self._writer.write(number, values)
-        self._progress.update(number, *meter.text(number, values))
-        for news in self._writer.news():
-          self._progress.note(news)
+  def _report(self, read: list[tuple[int, dict[str, float]]]) -> None:
+    """Writes and shows the metrics of steps that were read."""
+    for number, values in read:
+      due = self.due.metrics(number)
+      self.instruments.report(number, values, self.batches.wait_seconds, due=due)
 
   def roll_back(self, bad: BadStepError) -> None:
     """Restores a step before a bad one, whose batch is skipped from now on.
@@ -314,33 +276,32 @@ class Run:
     Raises:
       BadStepError: the run may not roll back.
     """
-    if more := self._bad_steps.refusal():
+    if more := self.bad_steps.refusal():
       raise BadStepError(bad.step, bad.why, more) from None
-    with self._goodput.within("lost_to_restart"), self._meter.paused():
-      with self._saver.tolerating_failure("an older step is restored", self._progress.note):
-        self._saver.wait()
-      self._watch.at(f"rolling back from step {bad.step}", STARTING)
-      self._batches.close()
+    note = self.instruments.progress.note
+    with self.instruments.paused("lost_to_restart"):
+      with self.saver.tolerating_failure("an older step is restored", note):
+        self.saver.wait()
+      self.watch.at(f"rolling back from step {bad.step}", STARTING)
+      self.batches.close()
       # Frees the memory for the restored one, except of parameters that are not saved.
-      frozen = self._job.program.changing(self.state.params)[1] if self._start.base else {}
+      program = self.start.job.program
+      frozen = program.changing(self.state.params)[1] if self.start.base else {}
       self.state = None
-      made, self.state = self._start.roll_back(self._bad_steps, bad.step, bad.why, frozen)
-      self._progress.note(self._bad_steps.text())
+      made, self.state = self.start.roll_back(self.bad_steps, bad.step, bad.why, frozen)
+      note(self.bad_steps.text())
     self.done = made.step
-    self._saver.roll_back(self.done)
-    self._meter.back(bad.step, self.done)
-    self._writer.roll_back(self.done, len(self._bad_steps.rollbacks), made.line())
-    self._goodput.undo(self._writer.times)
-    self._writer.write_times(self.done, self._goodput.line())
-    callbacks.roll_back(self._callbacks, self._context({}))
-    self._observer.rolled_back(self.done)
+    self.saver.roll_back(self.done)
+    self.instruments.rolled_back(made, len(self.bad_steps.rollbacks))
+    callbacks.roll_back(self.callbacks, self._context({}))
+    self.observer.rolled_back(self.done)
     self._read_ahead()
 
   # ------------------------------ evaluation ------------------------------
 
   def evaluation_due(self) -> bool:
     """Returns whether the state is to be evaluated."""
-    return self._due.evaluation(self.done)
+    return self.due.evaluation(self.done)
 
   def evaluate(self) -> Evaluation | None:
     """Evaluates and logs the result; None if the run is stopped.
@@ -348,103 +309,86 @@ class Run:
     Raises:
       BadStepError: a metric is not finite: the parameters are unusable.
     """
-    with self._meter.paused(), self._goodput.within("evaluation"):
-      found = self._evaluator.of_state(self.state, **self._due.evaluation_batches(self.done))
+    with self.instruments.paused("evaluation"):
+      found = self.evaluator.of_state(self.state, **self.due.evaluation_batches(self.done))
       if found is None:
         self.stopped = True
       elif why := found.bad():
         raise BadStepError(self.done, why)  # before it is written or saved
       else:
-        self._writer.write(self.done, found.line())
-        self._progress.note(found.text(self.done))
-        self._watch.at(f"step {self.done}: reporting", EVALUATION, begins=True)
-        self._observer.evaluated(self.done, self.state)
+        self.instruments.evaluated(self.done, found)
+        self.watch.at(f"step {self.done}: reporting", EVALUATION, begins=True)
+        self.observer.evaluated(self.done, self.state)
       return found
 
   # ------------------------------ saving ------------------------------
 
   def save_if_due(self, evaluation: Evaluation | None) -> None:
     """Saves if due, after the metrics were read and logged: only finite states are saved."""
-    failures = self._saver.tolerating_failure("the next step is saved instead", self._progress.note)
-    with self._goodput.within("save"), failures:
-      self._saver.check()
+    note = self.instruments.progress.note
+    failures = self.saver.tolerating_failure("the next step is saved instead", note)
+    with self.instruments.within("save"), failures:
+      self.saver.check()
       if self._save_due():
         self._save(evaluation)
-      self._saver.retry = False
-    if in_memory := self._memory is not None and self._due.memory(self.done):
-      with self._goodput.within("save"):
+      self.saver.retry = False
+    if in_memory := self.start.memory is not None and self.due.memory(self.done):
+      with self.instruments.within("save"):
         self._save_to_memory()
-    if in_memory or self._saver.step == self.done:
-      self._writer.write_times(self.done, self._goodput.line())
+    if in_memory or self.saver.step == self.done:
+      self.instruments.at_step(self.done)
 
   def _save_due(self) -> bool:
-    return self._saver.retry or self._due.save(self.done)
+    return self.saver.retry or self.due.save(self.done)
 
   def _save(self, evaluation: Evaluation | None) -> None:
     ranked_by = {}
-    if evaluation is not None and self._config.checkpoint.keep_best:
-      ranked_by = evaluation.compared(self._data.evaluation.source.fingerprint)
-    self._saver.phase(f"saving step {self.done}")
-    self._replicas.before_save(self.done, self.state)
-    saved = self._start.saved_part(self.state), self._record()
-    self._saver.save(self.done, *saved, **ranked_by)
+    if evaluation is not None and self.due.saves_evaluated:
+      ranked_by = evaluation.compared(self.data.evaluation.source.fingerprint)
+    self.saver.phase(f"saving step {self.done}")
+    self.replicas.before_save(self.done, self.state)
+    saved = self.start.saved_part(self.state), self._record()
+    self.saver.save(self.done, *saved, **ranked_by)
 
   def _save_to_memory(self) -> None:
-    self._watch.at(f"step {self.done}: saving to memory", SAVING)
-    self._replicas.before_save(self.done, self.state)
-    given = {"config": self._saver.config, "record": self._record()}
-    self._memory.save(self.done, self._start.saved_part(self.state), **given)
+    self.watch.at(f"step {self.done}: saving to memory", SAVING)
+    self.replicas.before_save(self.done, self.state)
+    given = {"config": self.saver.config, "record": self._record()}
+    self.start.memory.save(self.done, self.start.saved_part(self.state), **given)
 
   def _record(self) -> dict[str, Any]:
-    return {**self._start.record, **self._bad_steps.record(), LINES: dict(self._writer.lines)}
+    written = {LINES: dict(self.instruments.writer.lines)}
+    return {**self.start.record, **self.bad_steps.record(), **written}
 
   # ------------------------------ end ------------------------------
 
   def save_last_step(self) -> None:
     """Saves the last step if the run was stopped before a save was due, or if a save has failed."""
-    if self._saver.step < self.done and self._last_step_is_good():
+    if self.saver.step < self.done and self._last_step_is_good():
       self._save(None)
-    with self._goodput.within("save"), self._progress.saving(self._saver.step):
-      self._saver.wait()
-      if self._memory is not None and self._saver.step == self.done:
-        self._memory.remove()  # storage has the last step
-    self._writer.write_times(self._saver.step, self._goodput.line(done=not self.stopped))
+    with self.instruments.within("save"), self.instruments.progress.saving(self.saver.step):
+      self.saver.wait()
+      if self.start.memory is not None and self.saver.step == self.done:
+        self.start.memory.remove()  # storage has the last step
+    self.instruments.at_step(self.saver.step, done=not self.stopped)
 
   def _last_step_is_good(self) -> bool:
     """Reads the metrics of the last step; the next start handles a bad one."""
     try:
-      self._report(self._reader.rest())
+      self._report(self.reader.rest())
     except BadStepError as bad:
-      if more := self._bad_steps.refusal():
+      if more := self.bad_steps.refusal():
         raise BadStepError(bad.step, bad.why, more) from None
-      self._progress.note(f"WARNING: step {bad.step}: {bad.why}; it is not saved")
-      self.done = self._saver.step
+      self.instruments.progress.note(f"WARNING: step {bad.step}: {bad.why}; it is not saved")
+      self.done = self.saver.step
       return False
     return True
 
-  def news(self) -> list[str]:
-    """Returns what sinks have said at their end."""
-    return self._writer.news()
-
   def summary(self) -> str:
     """Returns a summary of the run, in lines."""
-    steps = (
-      f"{'stopped' if self.stopped else 'done'}: {self.done - self._start.step} steps in "
-      f"{clock(self._meter.seconds)} without evaluation; "
-      f"{100 * self._meter.wait_share:.2f} % of it waiting for data"
-    )
-    return "\n".join(filter(None, (steps, self._saves_text(), self._goodput.text())))
-
-  def _saves_text(self) -> str:
-    """Returns how long saves to memory have blocked the run, beside those to storage."""
-    if self._memory is None or not (blocked := self._memory.seconds):
-      return ""
-    text, each = f"saved {len(blocked)} times to memory", statistics.median(blocked)
-    text += f", blocking for {units.seconds(each)}"
-    if stored := self._start.checkpointer.seconds:
-      whole = statistics.median(stored)
-      text += f", {units.percent(each / whole)} of a save to storage ({units.seconds(whole)})"
-    return f"{text}; {self._memory.lost} of them given up" if self._memory.lost else text
+    memory = self.start.memory
+    saves = "" if memory is None else memory.text(self.start.checkpointer.seconds)
+    return self.instruments.summary(self.done, saves, stopped=self.stopped)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -512,20 +456,15 @@ def _every(steps: int, step: int) -> bool:
 
 
 class TrainSteps:
-  """The compiled train steps of a run: one for each shape of batches that its ramps have.
-
-  Attributes:
-    last: the step of the run's last shape, once `compile` was called.
-  """
+  """The compiled train steps of a run: one for each shape of batches that its ramps have."""
 
   def __init__(self, compile_step: Callable[..., Compiled], batches: BatchSpec, mesh: Mesh):
     """Takes `Job.compile_train_step`; compiles nothing yet."""
     self._compile_step, self._batches, self._mesh = compile_step, batches, mesh
-    self._compiled: dict[Shape, Callable] = {}
-    self.last: Callable | None = None
+    self._compiled: dict[Shape, jax.stages.Compiled] = {}
 
-  def compile(self, done: int) -> list[collectives.Row]:
-    """Compiles for the steps after the first `done`; returns the last one's collectives.
+  def compile(self, done: int) -> CompiledStep:
+    """Compiles for the steps after the first `done`; returns that of the run's last shape.
 
     All before the first of them, so that a shape which needs too much memory fails at once.
     """
@@ -534,10 +473,10 @@ class TrainSteps:
     *early, last = dict.fromkeys(shape for *_, shape in stages) or [ramp.last]
     for shape in early:
       self._compile(shape)
-    self.last = self._compile(last, alone=not early)
-    rows = collectives.summarize(collectives.collectives(self.last.as_text(), self._mesh))
+    program = self._compile(last, alone=not early)
+    rows = collectives.summarize(collectives.collectives(program.as_text(), self._mesh))
     say_wrapped(collectives.short_summary(rows))
-    return rows
+    return CompiledStep(program, rows)
 
   def has(self, done: int) -> bool:
     """Returns whether the step after the first `done` is compiled."""

@@ -14,9 +14,10 @@ from models import MODELS
 from models.losses import Batch, Sums
 from partitioning.constraints import automatic_spec, on_one_device
 from partitioning.dtypes import wide_dtype
-from partitioning.parallel.manual_region import GatheredOnce, Params
+from partitioning.mesh_sizes import STAGE
+from partitioning.parallel.batch_region import GatheredOnce, Params
 from partitioning.parallel.pipeline import Pipeline
-from partitioning.parallel.pipeline_schedule import GPIPE, INTERLEAVED, STAGE, Schedule
+from partitioning.parallel.pipeline_schedule import GPIPE, INTERLEAVED, Schedule
 from partitioning.rules import (
   Placement,
   named_leaves,

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from input_pipeline.batches import EvaluationBatches
 from input_pipeline.source import Source
-from models import losses
+from models import preferences
 from partitioning.rules import named_leaves
 from processes.coordination import Lockstep, current
 from processes.watchdog import STARTING, Watchdog
@@ -32,7 +32,7 @@ from training.splits import Data
 FOLDER = "reference"
 _PARAMETERS = "parameters.json"
 _SHOWN = 16  # characters of a digest in a file's name
-_FIELDS = [f"reference_{side}" for side in losses.SIDES]
+_FIELDS = [f"reference_{side}" for side in preferences.SIDES]
 
 Write = Callable[[epath.Path, bytes], None]
 
@@ -170,7 +170,7 @@ class _Reference:
     batches = EvaluationBatches(source, global_batch_size=job.config.data.global_batch_size)
     say(f"{source.name}: the reference's log-probabilities of {len(source):,} pairs")
     step = job.compile(
-      lambda params, batch: losses.log_probabilities(job.program.module(params), batch)[0],
+      lambda params, batch: preferences.log_probabilities(job.program.module(params), batch)[0],
       *(job.state.params, job.batch),
       in_shardings=(job.state_shardings.params, job.batch_shardings),
       out_shardings=NamedSharding(job.mesh, PartitionSpec()),

@@ -64,7 +64,7 @@ def of_checkpoint(location: str) -> epath.Path | None:
   """Returns the folder of the tokenizer in a checkpoint; None where there is none.
 
   Args:
-    location: as of `training.checkpointing.restore.parse_location`.
+    location: as of `training.checkpointing.reading.parse_location`.
   """
   try:
     folder, step = reading.parse_location(location)

@@ -11,13 +11,11 @@ import optax
 from etils import epy
 from flax import nnx
 
-from models import MODELS, check_network, load_balance
+from models import MODELS, check_network
 from models.layer_stack import STACKS
-from models.load_balance import COUNTS
-from models.losses import Batch, Sums
+from models.losses import COUNTS, Batch, Sums
 from partitioning.constraints import automatic_spec, on_one_device
 from partitioning.dtypes import advanced_history, is_history
-from partitioning.parallel.manual_region import summed_over_batch_parts
 from partitioning.rules import letters_of, named_leaves, nested
 from training import gradients
 from training.gradients import Gradients
@@ -27,12 +25,14 @@ from training.specs import Resolved, StepSpec
 from training.state import ROUTER_BIAS, State, merged, split, stored, trainable, wide
 from training.tasks import TASKS
 
-with epy.lazy_imports():  # of several microbatches, state on the host, parameters in bfloat16
+with epy.lazy_imports():  # of experts, several microbatches, state on the host or in bfloat16
+  from models import load_balance
+  from partitioning.parallel import batch_region
   from training import microbatches
   from training.optimizers import host_state, low_precision
 
 if TYPE_CHECKING:
-  from partitioning.parallel.manual_region import GatheredOnce
+  from partitioning.parallel.batch_region import GatheredOnce
   from partitioning.parallel.pipeline_schedule import Schedule
 
 # From (gradients, the optimizer's state, trained parameters) to (these, its state) after the step.
@@ -187,7 +187,7 @@ class Program:
     if self.gathered is not None:
       return microbatches.gather_once(found, self.gathered)
     if self.reduce_once_over is not None:  # each device has its own rows
-      return functools.partial(summed_over_batch_parts, found, self.reduce_once_over)
+      return functools.partial(batch_region.summed_over_batch_parts, found, self.reduce_once_over)
     return found
 
   def _pipelined(

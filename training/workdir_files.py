@@ -13,14 +13,15 @@ from processes.coordination import current
 from processes.watchdog import STARTING, Watchdog
 from processes.workdir_lease import Ownership, acquire, claims_to
 from runtime import files
-from training import history
 from training.metrics.console import say
 from training.metrics.log_lines import DAMAGED, FILE, MOST_BYTES
 
 CONFIG, GIVEN = "config.json", "given.json"  # the config finalized, and as it was parsed
 LAYOUT, BAD_RECORDS = "layout.txt", "bad_records.json"
+# The history of a run, and what else is written for its page: the page, drawings of the layout.
+HISTORY, REPORT, DRAWINGS = "history.jsonl", "run.html", "layout.json"
 WRITTEN = (CONFIG, GIVEN, LAYOUT, BAD_RECORDS, FILE, DAMAGED)
-WRITTEN += (history.FILE, history.REPORT, history.DRAWINGS)
+WRITTEN += (HISTORY, REPORT, DRAWINGS)
 FOLDERS = ("profile", "tokenizer")
 
 

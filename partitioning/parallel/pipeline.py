@@ -23,7 +23,8 @@ from jax.sharding import PartitionSpec
 
 from partitioning.constraints import automatic_layout, constrain
 from partitioning.dtypes import wide_dtype
-from partitioning.parallel.pipeline_schedule import GPIPE, STAGE, Schedule
+from partitioning.mesh_sizes import STAGE
+from partitioning.parallel.pipeline_schedule import GPIPE, Schedule
 
 # ------------------------------ the layers of a stage ------------------------------
 # The stack is stored in the order of the layers, split over `stage` into equal consecutive parts:

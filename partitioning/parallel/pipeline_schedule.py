@@ -20,7 +20,6 @@ import dataclasses
 import enum
 from typing import Any
 
-STAGE = "stage"  # the mesh axis
 GPIPE, ONE_F_ONE_B, INTERLEAVED = "gpipe", "1f1b", "interleaved"
 KINDS = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
 

@@ -10,7 +10,7 @@ import pytest
 from reports import run_files, run_page
 from tests.helpers.cli import TINY_LM, lines_of
 from tests.reports.test_layout_page import Reader
-from training import history
+from training import history, workdir_files
 
 KEYS = [flag for flag in TINY_LM if "metrics.report" not in flag and "sample_tokens" not in flag]
 COMMAND = [
@@ -23,13 +23,13 @@ COMMAND = [
 
 
 def events(workdir, kind):
-  found = history.events((workdir / history.FILE).read_bytes())
+  found = history.events((workdir / workdir_files.HISTORY).read_bytes())
   return [one for one in found if one["event"] == kind]
 
 
 def since_the_second_start(workdir):
   """Returns the events from the second start on; [] before it."""
-  found = [*history.events((workdir / history.FILE).read_bytes())]
+  found = [*history.events((workdir / workdir_files.HISTORY).read_bytes())]
   starts = [place for place, one in enumerate(found) if one["event"] == "start"]
   return found[starts[1] :] if len(starts) > 1 else []
 

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from models import model_spec
 from models.experts import ENTROPY, ROUNDS, Experts
-from models.load_balance import BALANCE, COUNTS, Z_LOSS
+from models.load_balance import BALANCE, Z_LOSS
+from models.losses import COUNTS
 from models.positions import Rows
 from partitioning.parallel import expert_exchange
 from partitioning.rules import named_leaves

@@ -9,7 +9,6 @@ from models import load_balance
 from models.experts import ENTROPY
 from models.load_balance import (
   BALANCE,
-  COUNTS,
   Z_LOSS,
   RowSums,
   largest_load,
@@ -20,6 +19,7 @@ from models.load_balance import (
   token_shares,
   updated_bias,
 )
+from models.losses import COUNTS
 
 ROWS, LENGTH, EXPERTS, TOP_K = 3, 10, 7, 2
 
@@ -169,7 +169,6 @@ def test_sums_are_means_over_layers_and_counts_stay_apart():
   assert found[COUNTS].dtype == np.int32
   # The fullest expert has 4 of 8 and 6 of 8 assignments to 3 experts; the weight is 3.
   assert float(found["fullest_expert"]) == pytest.approx((4 / 8 * 3 + 6 / 8 * 3) / 2 * 3)
-  assert load_balance.sums_of({}, WEIGHTS) == {}
 
 
 def test_the_auxiliary_loss_has_both_coefficients():

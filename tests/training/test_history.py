@@ -5,7 +5,7 @@ import json
 import pytest
 from etils import epath
 
-from training import history
+from training import history, workdir_files
 from training.history import History
 
 
@@ -13,14 +13,14 @@ def test_events_read_back_in_their_order(tmp_path):
   written = History(epath.Path(tmp_path))
   written.add("start", 0, mesh={"data": 2})
   written.add("saved", 5)
-  first, second = history.events((tmp_path / history.FILE).read_bytes())
+  first, second = history.events((tmp_path / workdir_files.HISTORY).read_bytes())
   assert (first["event"], first["step"], first["mesh"]) == ("start", 0, {"data": 2})
   assert (second["event"], second["step"]) == ("saved", 5)
   assert second["time"] >= first["time"]
 
 
 def test_a_line_that_a_kill_has_cut_short_does_not_damage_the_next(tmp_path):
-  path = tmp_path / history.FILE
+  path = tmp_path / workdir_files.HISTORY
   History(epath.Path(tmp_path)).add("start", 0)
   path.write_bytes(path.read_bytes() + b'{"event": "sav')
   History(epath.Path(tmp_path)).add("start", 3)
@@ -28,7 +28,7 @@ def test_a_line_that_a_kill_has_cut_short_does_not_damage_the_next(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_reported_once(tmp_path):
-  (tmp_path / history.FILE).mkdir()
+  (tmp_path / workdir_files.HISTORY).mkdir()
   said = []
   written = History(epath.Path(tmp_path), report=said.append)
   written.add("start", 0)
@@ -44,7 +44,7 @@ def test_a_run_that_may_not_write_any_more_does_not(tmp_path):
 
   with pytest.raises(RuntimeError, match="taken over"):
     History(epath.Path(tmp_path), lost).add("start", 0)
-  assert not (tmp_path / history.FILE).read_bytes()
+  assert not (tmp_path / workdir_files.HISTORY).read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models import load_balance
-from models.load_balance import COUNTS
+from models.losses import COUNTS
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.training.checkpointing.states import moved

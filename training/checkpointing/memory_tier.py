@@ -28,6 +28,7 @@ import hashlib
 import json
 import secrets
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -513,6 +514,21 @@ class MemoryTier:
     self.finish()
     self._folder.drop(lambda order: order[1] > step)
     self._together.exchange("")
+
+  def text(self, stored: Sequence[float]) -> str:
+    """Returns how long saves have blocked the run; "" without any.
+
+    Args:
+      stored: seconds for which saves to storage have blocked it.
+    """
+    if not self.seconds:
+      return ""
+    each = statistics.median(self.seconds)
+    text = f"saved {len(self.seconds)} times to memory, blocking for {units.seconds(each)}"
+    if stored:
+      whole = statistics.median(stored)
+      text += f", {units.percent(each / whole)} of a save to storage ({units.seconds(whole)})"
+    return f"{text}; {self.lost} of them given up" if self.lost else text
 
   def close(self) -> None:
     """Ends what runs in the background; the files stay."""

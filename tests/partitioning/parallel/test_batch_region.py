@@ -9,7 +9,7 @@ from models import layers
 from partitioning.constraints import activation_layout, batch_part, constrain
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import resolve_sizes
-from partitioning.parallel.manual_region import summed_over_batch_parts
+from partitioning.parallel.batch_region import summed_over_batch_parts
 from partitioning.rules import Dim
 from runtime import collectives
 
