@@ -43,6 +43,7 @@ ENVIRONMENT = {
 }
 PIPED_SECONDS = 15.0  # between two lines about the phase of a worker, where there is no terminal
 ANSWER = "answer.json"  # of a worker, in its folder
+SAID = "said: "  # begins what a worker says once, not only as its phase
 
 
 class WorkerError(exit_codes.RetryableError):
@@ -196,7 +197,12 @@ def _watch(phases: BinaryIO, label: str, say: Callable[[str], None] | None, *, q
         text = os.read(phases.fileno(), 4096)
         if not text:
           return
-        phase = printable(text.decode(errors="replace").splitlines()[-1], newlines=False)
+        for part in text.decode(errors="replace").splitlines():
+          phase = printable(part.removeprefix(SAID), newlines=False)
+          if shown and part.startswith(SAID):
+            console.print(f"{label}: {phase}", markup=False)
+          elif say and not quiet and part.startswith(SAID):
+            say(f"{label}: {phase}")
 
 
 def place(config: ConfigDict, topology: str, title: str) -> epath.Path | None:

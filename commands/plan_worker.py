@@ -22,7 +22,9 @@ from typing import Any
 
 from runtime import exit_codes
 
-ANSWER = "answer.json"  # as in commands/plan_process.py, which is not imported
+# As in commands/plan_process.py, which is not imported.
+ANSWER = "answer.json"
+SAID = "said: "
 
 
 def main() -> int:
@@ -127,6 +129,11 @@ def _formulas(request: Mapping[str, Any], formulas: Any) -> dict[str, Any]:
 
   note.begun = not kept
   formulas.note = note
+  then, count = "", request["compilations"]
+  if count and request["topology"] is None:
+    then = f"; then {count} short runs, the best of them again"
+  elif count and aot.compiled_here(topology, ()):
+    then = f"; then at most {count} compilations"
   resolved = finalize.finalize(config, topology.platform)  # a folder says what a model has
   looked = search.Search(
     formulas,
@@ -134,6 +141,7 @@ def _formulas(request: Mapping[str, Any], formulas: Any) -> dict[str, Any]:
     tuple(request["batches"]),
     request["most"],
     progress=lambda phase: report(request["phases"], f"{topology.name}: {phase}"),
+    tell=lambda text: report(request["phases"], f"{SAID}{topology.name}: {text}{then}"),
   )
   given, estimates = looked.given, looked.run()
   return {
@@ -178,4 +186,10 @@ def _nearest(request: Mapping[str, Any], formulas: Any) -> list[tuple[dict[str, 
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  try:
+    code = main()
+  except Exception:
+    sys.excepthook(*sys.exc_info())
+    code = exit_codes.FAILED
+  sys.stderr.flush()
+  os._exit(code)  # not waiting for a compiler whose program is known already

@@ -2,15 +2,21 @@
 
 import copy
 import dataclasses
+import json
+import platform
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from etils import epath
 from ml_collections import ConfigDict
 
 from commands import plan_process
 from planning import search_results
 from planning.search_results import Estimate, Found, Tried
 from reports import search_report
+from runtime import files
+from runtime.units import clock
 from training.metrics.console import say
 
 # Settings by formula that are wanted for each that is compiled.
@@ -53,6 +59,7 @@ def of_topology(asked: Asked, name: str | None) -> Found:
   most = max(_SPARE * asked.compilations, search_results.LISTED)
   place = plan_process.place(asked.config, name or "attached", f"search {asked.title}")
   request = {"axes": asked.axes, "batches": asked.batches, "most": most, "cache": str(place or "")}
+  request["compilations"] = asked.compilations
   found = _answer("formulas", asked, name, request)
   estimates = tuple(Estimate(**one) for one in found.pop("estimates"))
   found = Found(**found, estimates=estimates)
@@ -60,7 +67,8 @@ def of_topology(asked: Asked, name: str | None) -> Found:
     reasons = "\n".join(f"  {count} times: {why}" for why, count in [*found.refused.items()][:3])
     raise ValueError(f"every setting on {found.topology} is refused:\n{reasons}")
   if name is None:
-    found = _measured(asked, found)
+    machine = f"{found.topology}.{platform.node()}"
+    found = _measured(asked, found, place and place.with_name(f"{place.name}.{machine}.runs.jsonl"))
   elif found.compiled and asked.compilations:
     found = _compiled(asked, name, found)
   return found if found.fits else dataclasses.replace(found, nearest=_nearest(asked, name, found))
@@ -69,6 +77,7 @@ def of_topology(asked: Asked, name: str | None) -> Found:
 def _compiled(asked: Asked, name: str, found: Found) -> Found:
   """Returns a search with its best settings compiled, the config as given first."""
   tried: list[Tried] = []
+  began = time.monotonic()
   while one := _next(asked, found, tried, trusted=True):
     label = f"search: {found.topology}, {len(tried) + 1} of at most {asked.compilations}"
     try:
@@ -85,25 +94,43 @@ def _compiled(asked: Asked, name: str, found: Found) -> Found:
       size, seconds = plan["peak_bytes_per_device"], plan["step_seconds"]
       fits = plan["fits"] and size <= found.limit
       tried.append(Tried(one, size, seconds["expected"] if fits else None))
-    say(search_report.tried_line(len(tried), tried[-1], search_results.COMPILER))
+    _say_tried(tried, search_results.COMPILER, began, asked.compilations - len(tried))
   return dataclasses.replace(found, tried=tried, source=search_results.COMPILER)
 
 
-def _measured(asked: Asked, found: Found) -> Found:
-  """Returns a search with its best settings run for a few steps; the best of them again."""
+def _measured(asked: Asked, found: Found, kept: epath.Path | None = None) -> Found:
+  """Returns a search with its best settings run for a few steps; the best of them again.
+
+  Args:
+    asked: what is searched.
+    found: by formula.
+    kept: where runs are kept until the search ends: one that was stopped does not repeat them.
+  """
   if not asked.compilations:
     return found
   tried: list[Tried] = []
+  runs = _Runs(asked, kept)
+  began = time.monotonic()
   while one := _next(asked, found, tried, trusted=False):
     of = f"{len(tried) + 1} of {asked.compilations}"
-    tried += _runs(asked, [one], 1, f"search: {found.topology}, run {of}, {one.mesh_text}")
-    say(search_report.tried_line(len(tried), tried[-1], search_results.RUN))
+    tried += runs.of([one], 1, f"search: {found.topology}, run {of}, {one.mesh_text}")
+    more = asked.compilations - len(tried) + _ROUNDS // 2 * search_results.FINALISTS[0]
+    _say_tried(tried, search_results.RUN, began, more)
   final = [one.estimate for one in search_results.finalists(tried)]
   if len(final) > 1:
     label = f"search: {found.topology}, the best {len(final)} again"
-    again = {one.estimate.key: one for one in _runs(asked, final, _ROUNDS, label)}
+    again = {one.estimate.key: one for one in runs.of(final, _ROUNDS, label)}
     tried = [_faster(one, again.get(one.estimate.key, one)) for one in tried]
+  if kept:
+    kept.unlink(missing_ok=True)
   return dataclasses.replace(found, tried=tried, source=search_results.RUN)
+
+
+def _say_tried(tried: Sequence[Tried], source: str, began: float, more: int) -> None:
+  """Says what was found of the last setting, and how long the others take at most."""
+  line = search_report.tried_line(len(tried), tried[-1], source)
+  left = (time.monotonic() - began) / len(tried) * more
+  say(f"{line}; {clock(left)} left at most" if more and left >= 1 else line)
 
 
 def _faster(one: Tried, other: Tried) -> Tried:
@@ -111,13 +138,31 @@ def _faster(one: Tried, other: Tried) -> Tried:
   return min((one, other), key=lambda run: (run.seconds is None, run.seconds))
 
 
-def _runs(asked: Asked, estimates: Sequence[Estimate], rounds: int, label: str) -> list[Tried]:
-  request = {"settings": [one.setting for one in estimates], "rounds": rounds}
-  try:
-    runs = _answer("measure", asked, None, request, label)
-  except RuntimeError as error:
-    runs = [{"bytes": 0, "seconds": None, "failed": str(error)} for _ in estimates]
-  return [Tried(one, **run) for one, run in zip(estimates, runs, strict=True)]
+class _Runs:
+  """Short runs of settings on the attached devices; a stopped search's are known."""
+
+  def __init__(self, asked: Asked, kept: epath.Path | None):
+    """Reads the runs that are kept."""
+    self._asked, self._kept = asked, kept
+    text = kept.read_text() if kept and kept.exists() else ""
+    self._known = dict(map(json.loads, text.splitlines()))
+
+  def of(self, estimates: Sequence[Estimate], rounds: int, label: str) -> list[Tried]:
+    """Returns what is measured of settings, each in so many rounds."""
+    settings = [one.setting for one in estimates]
+    key = json.dumps([settings, rounds], sort_keys=True)
+    if key not in self._known:
+      request = {"settings": settings, "rounds": rounds}
+      try:
+        self._known[key] = _answer("measure", self._asked, None, request, label)
+      except RuntimeError as error:
+        failed = {"bytes": 0, "seconds": None, "failed": str(error)}
+        return [Tried(one, **failed) for one in estimates]
+      if self._kept:
+        lines = (json.dumps(pair) for pair in self._known.items())
+        self._kept.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(self._kept, "\n".join(lines) + "\n")
+    return [Tried(one, **run) for one, run in zip(estimates, self._known[key], strict=True)]
 
 
 def _next(asked: Asked, found: Found, tried: Sequence[Tried], *, trusted: bool) -> Estimate | None:

@@ -1,11 +1,15 @@
 """Ahead-of-time compilation of the train step for a topology, attached or not."""
 
+import concurrent.futures
 import copy
 import dataclasses
 import functools
 import importlib.util
 import math
+import pathlib
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +25,9 @@ from configs.schema import finalize, model_checks, validate
 from partitioning import rules
 from partitioning.mesh_sizes import resolve_sizes
 from partitioning.rules import HOST
+from planning import buffers
 from planning.interconnect import Places, in_order
+from planning.step_facts import of_job
 from planning.topology import Topology, of_devices, parse, require_devices, with_slices
 from runtime import devices
 from runtime.chips import Rates, overridden
@@ -37,6 +43,8 @@ _OUT_OF_MEMORY = re.compile(
 )
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
+
+_POLL_SECONDS = 0.05
 
 # The devices of this process that `train` would use; () if a plan is for others.
 Here = tuple[jax.Device, ...]
@@ -70,12 +78,14 @@ class Program:
     peak_bytes: peak memory of a device, by the compiler; even if it does not fit.
     fits: whether the compiler could allocate it.
     host_bytes: of arrays in the host's memory, for one device.
+    at_peak: its buffers; None where XLA wrote none.
   """
 
   text: str
   peak_bytes: int
   fits: bool
   host_bytes: int = 0
+  at_peak: buffers.Assignment | None = None
 
 
 def compiler_there() -> bool:
@@ -241,9 +251,35 @@ def prepare(config: ConfigDict, topology: Topology, here: Here) -> setup.Job:
   return setup.prepare(config, its_devices, choices)
 
 
-def compile_step(ready: setup.Job) -> Program:
-  """Compiles the step that `train` would compile; a program that does not fit is a valid result."""
-  return compile_to_run(ready)[0]
+def compile_step(ready: setup.Job, dumped: pathlib.Path | None = None) -> Program:
+  """Compiles the step that `train` would compile; a program that does not fit is a valid result.
+
+  Of a program for TPUs the machine code, which takes nine tenths of the compiler's time, is not
+  waited for where XLA has written the buffers before: the compiler goes on in a thread, until this
+  process ends.
+
+  Args:
+    ready: the job.
+    dumped: where XLA writes buffers, by `buffers.xla_flags`; None: nowhere.
+  """
+  made: concurrent.futures.Future[Program] = concurrent.futures.Future()
+
+  def compile_it() -> None:
+    try:
+      made.set_result(compile_to_run(ready)[0])
+    except BaseException as error:
+      made.set_exception(error)
+
+  threading.Thread(target=compile_it, name="compiler", daemon=True).start()
+  while not made.done() and not (dumped and buffers.accepted(dumped)):
+    time.sleep(_POLL_SECONDS)
+  if not made.done():
+    text = buffers.program_text(dumped)
+    found = buffers.read(dumped, of_job(ready))
+    return Program(text, found.peak, True, found.host, found)
+  program = made.result()
+  at_peak = buffers.read(dumped, of_job(ready)) if dumped else None
+  return dataclasses.replace(program, at_peak=at_peak)
 
 
 def compile_to_run(ready: setup.Job) -> tuple[Program, Callable | None]:

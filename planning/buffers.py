@@ -20,6 +20,7 @@ from planning.timeline import is_ours, place_text, rank
 from runtime import hlo
 
 _ALLOCATION = re.compile(r"allocation \d+: size (\d+)(.*)")
+_ON_THE_HOST = re.compile(r"^allocation \d+: size (\d+), color 5\b", re.MULTILINE)
 _VALUE = re.compile(
   r" value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)"
 )
@@ -53,6 +54,19 @@ _STATE = {"state.params": "parameters", "state.optimizer": "optimizer state", "b
 def xla_flags(folder: pathlib.Path) -> str:
   """Returns the flags with which XLA writes the buffers of a train step to a folder."""
   return f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*train_step.*"
+
+
+def accepted(folder: pathlib.Path) -> bool:
+  """Returns whether XLA has assigned a TPU program's buffers there, and found memory for them.
+
+  It writes this file once it has, and the machine code, for which it takes long, after that.
+  """
+  return any(folder.glob("*train_step*after_optimizations_after_buffer_assignment.txt"))
+
+
+def program_text(folder: pathlib.Path) -> str:
+  """Returns the optimized program that XLA has written there."""
+  return sorted(folder.glob("*train_step*after_optimizations.txt"))[-1].read_text()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +106,14 @@ class Assignment:
     curve: bytes that are taken at each instruction in the program's order.
     peak: the most of them.
     gaps: bytes that the allocation of temporaries is larger than what lives in it at the peak.
+    host: bytes in the host's memory.
   """
 
   buffers: tuple[Buffer, ...]
   curve: tuple[int, ...]
   peak: int
   gaps: int
+  host: int = 0
 
   def groups(self) -> list[tuple[Buffer, int, int]]:
     """Returns a buffer of each kind, how many there are, and their bytes; the most bytes first.
@@ -148,20 +164,21 @@ def read(folder: pathlib.Path, step: StepFacts) -> Assignment | None:
   """
   assigned = sorted(folder.glob("*train_step*buffer-assignment.txt"))
   lives = sorted(folder.glob("*train_step*live-range.txt"))
-  texts = sorted(folder.glob("*train_step*after_optimizations.txt"))
-  if not (assigned and lives and texts):
+  if not (assigned and lives):
     return None
   order, life = _lives(lives[-1].read_text().splitlines())
-  held, temporaries, allocated = _allocations(assigned[-1].read_text().splitlines(), life)
+  lines = assigned[-1].read_text().splitlines()
+  held, temporaries, allocated = _allocations(lines, life)
+  host = sum(int(size) for size in _ON_THE_HOST.findall("\n".join(lines)))
   always = sum(one.size for one in held)
   curve = tuple(always + _taken(temporaries, at) for at in range(len(order)))
   peak = max(curve)
   at = curve.index(peak)
-  parts = _Parts(hlo.parse(texts[-1].read_text()), step, order)
+  parts = _Parts(hlo.parse(program_text(folder)), step, order)
   there = [parts.buffer(one, always=True) for one in held]
   there += [parts.buffer(one) for one in _apart(_alive(temporaries, at))]
   there.sort(key=lambda one: -one.bytes)
-  return Assignment(tuple(there), curve, peak, allocated - (peak - always))
+  return Assignment(tuple(there), curve, peak, allocated - (peak - always), host)
 
 
 def _lives(lines: Iterable[str]) -> tuple[list[str], dict[tuple[str, str], tuple[int, int]]]:

@@ -45,7 +45,6 @@ class Plan:
     advice: overrides with which it would fit, if it does not, and how many were tried.
     timeline: of a layer; None without a compiled program, or if it does not fit.
     gather_once: whether to keep gathered kernels for the backward pass; "" if it is not advised.
-    at_peak: the buffers of the compiled step; None without one, or if it came from a cache.
   """
 
   title: str
@@ -60,7 +59,11 @@ class Plan:
   host_memory: dict[str, int] = dataclasses.field(default_factory=dict)
   timeline: timelines.Timeline | None = None
   gather_once: str = ""
-  at_peak: buffers.Assignment | None = None
+
+  @property
+  def at_peak(self) -> buffers.Assignment | None:
+    """Returns the buffers of the compiled step; None without one, or if it came from a cache."""
+    return self.program.at_peak if self.program else None
 
   @property
   def host(self) -> tuple[step_time.HostTraffic, ...]:
@@ -260,15 +263,15 @@ def make(
   progress(f"laying out the state on {topology.name}")
   ready = target.job()
   step = of_job(ready)
+  progress("tracing the memory of a device")
+  layers = traced_step.by_the_layers(step)
   program = compiled = None
   where = aot.places(ready.mesh, topology)
   if aot.compiled_here(topology, target.here):
     progress(f"compiling the step for {ready.mesh.size} devices of {topology.name}")
-    program = aot.compile_step(ready)
+    program = aot.compile_step(ready, dumped)
     progress("reading the compiled program")
     compiled = hlo.parse(program.text) if program.fits else None
-  progress("tracing the memory of a device")
-  layers = traced_step.by_the_layers(step)
   found = Plan(
     title,
     ready,
@@ -279,7 +282,6 @@ def make(
     None,
     tuple(_warnings(ready, topology, compiled)),
     host_memory=memory.of_the_host(step, layers),
-    at_peak=buffers.read(dumped, step) if dumped and program else None,
   )
   if not found.fits:
     progress("looking for overrides that fit")

@@ -34,9 +34,11 @@ from planning.search_space import (
 from planning.step_facts import StepFacts, of_job
 from planning.topology import with_slices
 from planning.traced_step import OfTheLayers
+from runtime.units import clock
 from training.setup import Job
 from training.tasks import TASKS
 
+_VARIANTS = 3  # of each of the fastest, about
 # Parts of the memory that microbatches divide.
 _OF_ROWS = ("saved activations", "activations of one layer", "logits")
 
@@ -51,6 +53,7 @@ class Formulas:
     known: settings as JSON -> estimate, also those of earlier searches.
     used: those of this one.
     note: called with each new one.
+    seconds: that the new ones took, each.
   """
 
   target: Target
@@ -58,6 +61,7 @@ class Formulas:
   known: dict[str, Estimate] = dataclasses.field(default_factory=dict)
   used: dict[str, Estimate] = dataclasses.field(default_factory=dict)
   note: Callable[[Estimate], None] = lambda one: None
+  seconds: list[float] = dataclasses.field(default_factory=list)
   _layers: dict[str, OfTheLayers] = dataclasses.field(default_factory=dict)
   _operations: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -79,7 +83,9 @@ class Formulas:
     setting = self.space.changed(setting)
     key = json.dumps(setting, sort_keys=True)
     if key not in self.known:
+      began = time.monotonic()
       self.known[key] = self._estimate(setting)
+      self.seconds.append(time.monotonic() - began)
       self.note(self.known[key])
     self.used[key] = self.known[key]
     return self.known[key]
@@ -157,6 +163,7 @@ class Search:
     batches: rows of a step that are tried; () for those of the config.
     most: fastest settings that are wanted.
     progress: called with what is being done.
+    tell: called with how long it will take, once that is known.
   """
 
   formulas: Formulas
@@ -164,6 +171,8 @@ class Search:
   batches: tuple[int, ...] = ()
   most: int = 8
   progress: Callable[[str], None] = lambda phase: None
+  tell: Callable[[str], None] = lambda text: None
+  _expected: int = 0
 
   def run(self) -> list[Estimate]:
     """Returns all estimates of settings that are not refused, and fills in the rest."""
@@ -171,13 +180,24 @@ class Search:
     resolved = finalize.finalize(formulas.target.keys, formulas.target.topology.platform)
     tables = Space(resolved).tables()
     settings = [{**mesh, **batch} for mesh in self._meshes(resolved) for batch in batches]
+    some = min(self.most, len(settings))
+    self._expected = len(settings)
+    if len(tables) > 1:
+      self._expected += some * (len(tables) - 1) + some // 2 * _VARIANTS
+    before = len(formulas.known)
+    self._without_recomputing(settings[0], tables[0])  # which tells how long the others take
+    known = f", {before} of them known from an earlier search" if before else ""
+    meshes = f"{len(settings)} {'mesh' if len(settings) == 1 else 'meshes'}"
+    self.tell(f"{meshes}, about {self._expected} settings by formula{known}{self._left()}")
     bounds = self._bounds(settings, tables[0])
     heapq.heapify(bounds)
     looked = 0
     while bounds and (first := heapq.heappop(bounds))[0] < self._to_beat():
       _, number, known = first
       looked += known
-      self.progress(f"settings of mesh {looked} of at most {len(settings)} by formula")
+      self.progress(
+        f"settings of mesh {looked} of at most {len(settings)} by formula{self._left()}"
+      )
       if known:
         self._of_mesh(settings[number], tables)
       elif (bound := self._bound(settings[number], tables[0])) < math.inf:
@@ -230,6 +250,13 @@ class Search:
     each = resolved.data.sequence_length if self.unit == "tokens" else 1
     return formulas.target.keys.planning.token_budget or float(rows * each)
 
+  def _left(self) -> str:
+    """Returns `, about 2:10 left`, by what the estimates so far took; "" if all were known."""
+    if not (took := self.formulas.seconds):
+      return ""
+    left = max(self._expected - len(self.formulas.known), 0)
+    return f", about {clock(sum(took) / len(took) * left)} left"
+
   def _meshes(self, resolved: ConfigDict) -> list[Setting]:
     """Returns the overrides of each mesh."""
     space, devices = self.formulas.space, self.formulas.target.topology.devices
@@ -251,7 +278,7 @@ class Search:
       if self._stages(setting) > 1:
         later.append(number)
         continue
-      self.progress(f"mesh {number + 1} of {len(settings)} by formula")
+      self.progress(f"mesh {number + 1} of {len(settings)} by formula{self._left()}")
       if (bound := self._bound(setting, table)) < math.inf:
         bounds.append((bound, number, True))
         least[_inner(setting)] = self._without_recomputing(setting, table)

@@ -24,6 +24,7 @@ SOURCES = {
   FORMULA: "memory and time by formula; nothing was compiled or run",
   RUN: "memory by the compiler, time measured in short runs: the fastest step of each",
 }
+SETTINGS = "rematerialization, others"  # the last column
 REASONS = 3  # for refusals that are listed
 MOST_ROWS = 5  # of the table, and the config as given
 ALIKE = 0.01  # settings whose steps differ by less are one row
@@ -50,7 +51,10 @@ def _of_topology(found: Found) -> Iterator[str]:
   rows = listed(found)
   if not rows:
     return
-  yield plain(_table(found, rows))
+  table, same = _table(found, rows)
+  if same:
+    yield f"all of them: {same}"
+  yield plain(table)
   if any(row.front for row in rows.values()):
     yield "* no other setting takes less memory and less time (the Pareto front)"
   if left := len(found.rows) - len(rows):
@@ -158,8 +162,8 @@ def cells(found: Found, place: int, row: Tried) -> list[str]:
   """Returns a row of the table; `place` counts from 1."""
   mark = "*" if row.front else " "
   one, fits = row.estimate, row.seconds is not None
-  given = " (as given)" if row.given else ""
-  texts = [f"{place}{mark}", f"{one.mesh_text}{given}", str(one.microbatches)]
+  given = "as given " if row.given else ""
+  texts = [f"{given}{place}{mark}", one.mesh_text, str(one.microbatches)]
   texts.append(size_text(row.bytes) if row.bytes else "")
   texts.append(step_text(row.seconds) if fits else ("failed" if row.failed else "does not fit"))
   texts.append(f"{found.rate(row):,.0f}" if fits else "")
@@ -175,17 +179,22 @@ def step_text(seconds: float) -> str:
   return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else units.seconds(seconds)
 
 
-def _table(found: Found, rows: Mapping[int, Tried]) -> Table:
-  """Returns the table, without the column of microbatches where there is one in all rows."""
-  table, single = plain_table(), all(row.estimate.microbatches == 1 for row in rows.values())
-  left_out = columns(found).index("microbatches") if single else -1
-  for place, title in enumerate([*columns(found), "rematerialization, others"]):
-    if place != left_out:
-      table.add_column(title, justify="left" if place in (1, len(columns(found))) else "right")
-  for place, row in rows.items():
-    texts = [*cells(found, place, row), settings(row, short=True)]
-    table.add_row(*(text for number, text in enumerate(texts) if number != left_out))
-  return table
+def _table(found: Found, rows: Mapping[int, Tried]) -> tuple[Table, str]:
+  """Returns the table, and what its rows have in common: those columns are left out."""
+  titles = [*columns(found), SETTINGS]
+  texts = [[*cells(found, place, row), settings(row, short=True)] for place, row in rows.items()]
+  same = {
+    title: column[0]
+    for title, column in zip(titles, zip(*texts, strict=True), strict=True)
+    if title in ("mesh", "microbatches", SETTINGS) and len({*column}) == 1 < len(column)
+  }
+  table = plain_table()
+  for title in (one for one in titles if one not in same):
+    table.add_column(title, justify="left" if title in ("mesh", SETTINGS) else "right")
+  for row in texts:
+    table.add_row(*(text for title, text in zip(titles, row, strict=True) if title not in same))
+  same = {title: text for title, text in same.items() if (title, text) != ("microbatches", "1")}
+  return table, ", ".join(f"{title} {text}" for title, text in same.items())
 
 
 def overrides(row: Tried) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 
 import jax
 import psutil
@@ -186,6 +187,40 @@ def test_on_attached_devices_the_best_are_run(answers, monkeypatch, tmp_path):
   assert found.best.seconds == min(row.seconds for row in found.rows)
 
 
+def test_a_stopped_search_does_not_repeat_its_short_runs(answers, monkeypatch, tmp_path, capsys):
+  ran = []
+
+  def measure(jobs, limit, rounds, progress):
+    ran.append(len(jobs))
+    if len(ran) == 3:
+      raise KeyboardInterrupt
+    return [search.Run(9, job.mesh.shape["tensor"] / rounds) for job in jobs]
+
+  monkeypatch.setattr(search, "measure", measure)
+  config = small(tmp_path, **{"compilation_cache_dir": ""})
+  with pytest.raises(KeyboardInterrupt):
+    search_process.of_topology(asked(config, compilations=4, axes=AXES), None)
+  found = search_process.of_topology(asked(config, compilations=4, axes=AXES), None)
+  assert ran == [1, 1, 1, 1, 1, 3]  # the third again, the fourth, and the best three
+  assert len(found.tried) == 4
+  assert capsys.readouterr().out.count("1 by short run: ") == 2
+  ran[:] = [0, 0, 0]
+  search_process.of_topology(asked(config, compilations=4, axes=AXES), None)
+  assert ran[3:] == [1, 1, 1, 1, 3]  # it had ended: a new one measures anew
+
+
+def test_a_search_tells_how_long_it_will_take(tmp_path):
+  config, told, phases = small(tmp_path), [], []
+  formulas = search.Formulas(aot.target_of(config, "h100:8", here=()), 80 * 2**30)
+  looked = search.Search(formulas, AXES, progress=phases.append, tell=told.append)
+  looked.run()
+  [text] = told
+  assert re.fullmatch(r"4 meshes, about \d+ settings by formula, about \d:\d\d left", text), text
+  expected = int(text.split()[3])
+  assert len(formulas.used) / 2 <= expected <= 2 * len(formulas.used)
+  assert all(re.search(r", about \d:\d\d left$", phase) for phase in phases[:-4])
+
+
 def test_the_second_half_of_the_runs_divides_the_rows_of_the_best_in_other_ways(
   answers, monkeypatch, tmp_path
 ):
@@ -206,11 +241,11 @@ def test_the_second_half_of_the_runs_divides_the_rows_of_the_best_in_other_ways(
   found = dataclasses.replace(found, estimates=estimates, given=None)
   monkeypatch.setattr(search_process.search_results, "finalists", lambda tried: [])
 
-  def runs(asked, some, rounds, label):
+  def runs(self, some, rounds, label):
     ran.extend((one.mesh["data"], one.rematerialization) for one in some)
     return [Tried(one, 1, 1.0 if one.rematerialization == "dots" else 2.0) for one in some]
 
-  monkeypatch.setattr(search_process, "_runs", runs)
+  monkeypatch.setattr(search_process._Runs, "of", runs)
   search_process._measured(asked(small(tmp_path), compilations=6), found)
   assert "dots" in {table for _, table in ran[:3]}
   assert {data for data, table in ran if table == "dots"} == {1, 2, 4}

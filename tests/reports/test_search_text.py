@@ -48,8 +48,8 @@ def test_the_verdict_names_the_fastest_next_to_the_config_as_given():
   ) in said.replace("1 trillion", "1e+12")
   assert "3 settings by formula, 3 by the compiler, 7 refused; limit 95.0 GiB per device" in said
   assert "v5p-128 is v5p:4x4x4" in said
-  rows = re.findall(r"^ *(\d)(\*?) +(fsdp=\d+(?: \(as given\))?) .*$", said, re.MULTILINE)
-  assert rows == [("1", "*", "fsdp=64"), ("2", "*", "fsdp=64 (as given)"), ("3", "", "fsdp=32")]
+  rows = re.findall(r"^ *((?:as given )?\d\*?) +(fsdp=\d+) .*$", said, re.MULTILINE)
+  assert rows == [("1*", "fsdp=64"), ("as given 2*", "fsdp=64"), ("3", "fsdp=32")]
   assert "does not fit" in said
   assert "  1: --config.training.loss_chunks=4 --config.training.rematerialization=none" in said
   assert said.splitlines()[-1] == (
@@ -69,7 +69,10 @@ def test_the_table_shows_what_differs_and_one_row_of_those_that_are_alike():
   lines = search_report.text([found], "python main.py").splitlines()
   [titles] = [line for line in lines if "rematerialization, others" in line]
   assert "microbatches" not in titles  # one in all rows
-  rows = [line.split() for line in lines if re.match(r" +\d+\*? +fsdp", line)]
+  assert "mesh" not in titles
+  assert "all of them: mesh fsdp=64" in lines
+  rows = [line.split() for line in lines if re.match(r" +(as given )?\d+\*? +[\d.]+ GiB", line)]
+  assert len(rows) == 6
   assert [row[-1] for row in rows[:3]] == ["loss_chunks=1", "loss_chunks=8", "full,x0=save"]
   assert "5 more on the page, within 1% of one of these, or slower" in lines
   assert sum(line.startswith("  11: --config.") for line in lines) == 1
