@@ -417,8 +417,9 @@ class Sampler:
 
   def _place(self) -> dict[str, Placement]:
     """Returns how the cache is sharded: as the activations of the same letters."""
-    layers = self.job.legend["L"].name
-    table = {layers: self.job.config.partitioning.parameters[layers], **self._table}
+    layers = [self.job.legend[x].name for x in "LY" if x in self.job.legend]
+    parameters = self.job.config.partitioning.parameters
+    table = {**{name: parameters[name] for name in layers}, **self._table}
     placements = {}
     for name, array in jax.eval_shape(self._empty_cache).items():
       letters = self._model.CACHE[name]

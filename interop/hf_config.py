@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from configs.keys.model import DECODER
+from configs.keys.model import DECODER, MIXER
 from configs.keys.row import Unset
 from interop.hf_families import FAMILIES, Family
 from interop.hf_parts import (
@@ -134,6 +134,7 @@ SHAPES = (
   *("query_key_norm", "query_key_norm_across_heads", "attention_sinks", "mlp", "gated"),
   "tied_embeddings",
   *("attention", "latent_size", "query_latent_size", "value_head_size"),
+  *("mixer", "layer_types", "convolution_size", *MIXER),
   *("experts", "expert_feedforward_size", "shared_feedforward_size", "dense_layers"),
   *("sparse_every", "mlp_only_layers", "router_bias", "router_correction", "expert_biases"),
 )

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-# How names of activations of all layers begin; and of the dense ones of a model with experts.
-STACKED, DENSE = "layers/", "dense_layers/"
+# How names of activations of all layers begin; of dense ones beside experts; of mixer layers.
+STACKED, DENSE, MIXERS = "layers/", "dense_layers/", "mixer_layers/"
 # What is recorded, and what is computed of each activation.
 _RECORD: contextvars.ContextVar[tuple[dict[str, Any], Callable] | None] = contextvars.ContextVar(
   "activations", default=None
@@ -23,8 +23,8 @@ _RECORD: contextvars.ContextVar[tuple[dict[str, Any], Callable] | None] = contex
 def recording(each: Callable[[jax.Array], Any] = lambda x: x) -> Iterator[dict[str, Any]]:
   """Yields name -> activation of the forward pass that is traced inside the block, in its order.
 
-  Those of stacked layers have the layers as their first dim, and names that begin with STACKED or
-  DENSE.
+  Those of stacked layers have the layers as their first dim, and names that begin with STACKED,
+  DENSE or MIXERS.
 
   Args:
     each: computed of each activation and recorded in its place, a tree of arrays. A large model has

@@ -5,6 +5,7 @@ Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -67,12 +68,17 @@ def device_tiles() -> Tiles:
 # length is masked, whatever it is.
 Cache = dict[str, jax.Array]
 LENGTHS = "lengths"  # int32 [B], tokens read of each row
-# Name -> letters of the array of all layers, in the compute dtype.
+STATES = "states"
+# Name -> letters of the array of all layers, in the compute dtype; states in float32 or wider.
 CACHE = {
   "keys": "LBSKH",  # rotated by their positions
   "values": "LBSKH",
   "latents": "LBSC",  # after their norm
   "rotary_keys": "LBSI",  # of all heads, rotated by their positions
+  STATES: "YBAhu",  # of mixers; then the last inputs of their convolutions
+  **dict.fromkeys(("query_tails", "key_tails"), "YBoGh"),
+  "value_tails": "YBoAu",
+  "channel_tails": "YBoX",
   LENGTHS: "B",
 }
 
@@ -90,16 +96,17 @@ def update_cache(cache: Cache, **new: Float[Array, "B T ..."]) -> Cache:
   return cache | {name: constrain(x, CACHE[name][1:]) for name, x in found.items()}
 
 
-def cache_layer(cache: Cache, layer: Int[Array, ""]) -> Cache:
-  """Returns one layer's cache."""
+def cache_layer(cache: Cache, layer: Int[Array, ""], names: Iterable[str]) -> Cache:
+  """Returns one layer's cache: the arrays of these names, and the lengths."""
   one = functools.partial(jax.lax.dynamic_index_in_dim, index=layer, keepdims=False)
-  return cache | {n: constrain(one(x), CACHE[n][1:]) for n, x in per_layer(cache).items()}
+  found = {name: constrain(one(cache[name]), CACHE[name][1:]) for name in names}
+  return {**found, LENGTHS: cache[LENGTHS]}
 
 
 def set_cache_layer(cache: Cache, layer: Int[Array, ""], new: Cache) -> Cache:
   """Returns the cache of all layers with one layer's arrays replaced."""
   put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
-  return cache | {name: put(x, new[name]) for name, x in per_layer(cache).items()}
+  return cache | {name: put(cache[name], x) for name, x in per_layer(new).items()}
 
 
 def per_layer(cache: Cache) -> Cache:

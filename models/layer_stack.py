@@ -28,12 +28,20 @@ from models.attention import (
 from models.layers import MLPS, NORMS, dropout, named, rematerialized
 from models.losses import Sums
 from models.positions import Layer, Rows
-from models.spec import LATENT_ATTENTION, LAYERS, RESIDUAL, LayersSpec, under
+from models.spec import (
+  LATENT_ATTENTION,
+  LAYERS,
+  MIXER_LAYERS,
+  NO_MIXER,
+  RESIDUAL,
+  LayersSpec,
+  under,
+)
 from partitioning.constraints import automatic_layout
 from partitioning.dtypes import scaled
 from partitioning.mesh_sizes import STAGE
 from runtime.extensions import Table
-from runtime.layer_kinds import is_sparse
+from runtime.layer_kinds import MIXER, is_sparse, layer_type
 
 # ------------------------------ one layer ------------------------------
 
@@ -55,9 +63,28 @@ ATTENTION: Table = Table(
 )
 
 
-def attention_class(spec: LayersSpec) -> type[nnx.Module]:
-  """Returns the class of a model's attention."""
-  found = ATTENTION[spec.attention]
+def _mixer(name: str) -> Callable[[], type[nnx.Module]]:
+  def imported() -> type[nnx.Module]:
+    from models import mixers  # of such models alone
+
+    return getattr(mixers, name)
+
+  return imported
+
+
+# By `model.mixer`: likewise, of layers of the type `mixer`.
+MIXERS: Table = Table(
+  "mixer",
+  {
+    "gated_delta": _mixer("GatedDeltaNet"),
+    "short_convolution": _mixer("ShortConvolution"),
+  },
+)
+
+
+def attention_class(spec: LayersSpec, stack: str = LAYERS) -> type[nnx.Module]:
+  """Returns the class of the attention of a stack's layers, or of what they have in its place."""
+  found = MIXERS[spec.mixer] if stack == MIXER_LAYERS else ATTENTION[spec.attention]
   return found if isinstance(found, type) else found()
 
 
@@ -73,12 +100,13 @@ class Block(nnx.Module):
     Args:
       spec: of the model.
       rngs: draws them.
-      stack: how their names begin. Of a model with experts the layers in `dense_layers/` have none.
+      stack: how their names begin. Of a model with experts the layers in `dense_layers/` have none;
+        those in `mixer_layers/` have a mixer in place of attention, under the same name.
     """
     self.spec, norm = spec, NORMS[spec.norm]
     if spec.pre_norms:
       self.attention_norm = norm(f"{stack}attention_norm", spec)
-    self.attention = attention_class(spec)(spec, rngs=rngs, name=f"{stack}attention")
+    self.attention = attention_class(spec, stack)(spec, rngs=rngs, name=f"{stack}attention")
     if spec.pre_norms:
       self.mlp_norm = norm(f"{stack}mlp_norm", spec)
     self.sparse = spec.experts > 0 and stack == LAYERS
@@ -101,7 +129,7 @@ class Block(nnx.Module):
       feedforward = under("experts", Experts.dims(spec))
     else:
       feedforward = under("mlp", MLPS[spec.mlp].dims(spec))
-    attention = under("attention", attention_class(spec).dims(spec))
+    attention = under("attention", attention_class(spec, stack).dims(spec))
     norm = NORMS[spec.norm].dims(spec)
     found = {}
     for part, rows in (("attention", attention), ("mlp", feedforward)):
@@ -181,27 +209,33 @@ def stacked(spec: LayersSpec, rngs: nnx.Rngs, count: int, name: str) -> Block:
 
 # The carry and what one layer is given -> the carry and what the layer returns.
 Step = Callable[[Any, Any], tuple[Any, Any]]
-STACKS = ("L", "Z")  # letters of stacked layers: of all or those with experts, of those without
-# (dense, sparse, times): so many times, first so many dense layers and then so many sparse ones.
+# Letters of stacked layers: of all, or those with experts or attention; of dense ones beside
+# experts; of mixer layers.
+STACKS = ("L", "Z", "Y")
+# (beside, main, times): so many times, first so many layers of the stack beside the main one, dense
+# or mixer layers, and then so many of that.
 Group = tuple[int, int, int]
 
 
 def order_of(model: Any) -> tuple[Group, ...]:
-  """Returns the order of dense and sparse layers; those of a model without experts count as sparse.
+  """Returns the order of layers of the main stack and of the one beside it, if there is one.
 
   Equal groups that follow each other are one scan, whose code is that of one of them.
 
   Args:
     model: a spec, or the section `model` of a finalized config.
   """
-  dense = not getattr(model, "experts", 0)
-  kinds = [dense or is_sparse(model, layer) for layer in range(model.layers)]
+  if getattr(model, "experts", 0):
+    kinds = [is_sparse(model, layer) for layer in range(model.layers)]
+  else:
+    mixers = getattr(model, "mixer", NO_MIXER) != NO_MIXER
+    kinds = [not mixers or layer_type(model, n) != MIXER for n in range(model.layers)]
   pairs: list[tuple[int, int]] = []
-  for sparse, run in itertools.groupby(kinds):
+  for main, run in itertools.groupby(kinds):
     count = len([*run])
-    if not sparse:
+    if not main:
       pairs.append((count, 0))
-    elif pairs:  # behind dense ones
+    elif pairs:  # behind others
       pairs[-1] = pairs[-1][0], count
     else:
       pairs.append((0, count))
@@ -348,7 +382,7 @@ def _of_layers(
   model: Any, layers: nnx.Module, every: Any, first: Int[Array, ""] | int
 ) -> tuple[int, Any]:
   """Returns the number of these layers of a model, and what is theirs of a tree for all layers."""
-  stacks = [layers] if model.dense_layers is None else [layers, model.dense_layers]
+  stacks = [layers] if model.layers_beside is None else [layers, model.layers_beside]
   count = sum(jax.tree.leaves(nnx.state(one))[0].shape[0] for one in stacks)
   if count == model.spec.layers:
     return count, every
@@ -373,10 +407,10 @@ def _run(
       x_BRD, _, numbers = block(x_BRD, *one, rows)
     return x_BRD, (numbers, recorded)
 
-  x_BRD, found, of_dense = over_layers(
+  x_BRD, found, of_beside = over_layers(
     layer,
     layers,
-    model.dense_layers,
+    model.layers_beside,
     model.layer_order,
     x_BRD,
     every,
@@ -385,8 +419,8 @@ def _run(
     ),
     unroll=model.spec.scan_unroll,
   )
-  if of_dense:
-    activations.record_layers(of_dense[1], activations.DENSE)
+  if of_beside:
+    activations.record_layers(of_beside[1], model.name_beside)
   activations.record_layers(found[1])
   return x_BRD, found[0]
 
@@ -432,17 +466,21 @@ def _extended(
   def layer(block, carry, inputs):
     x_BRD, cache = carry
     one, number = inputs
-    x_BRD, new, _ = block(x_BRD, one, None, rows, cache_layer(cache, number))
+    of_layer = cache_layer(cache, number, block.attention.cached)
+    x_BRD, new, _ = block(x_BRD, one, None, rows, of_layer)
     return (x_BRD, set_cache_layer(cache, number, new)), None
 
   count, every = _of_layers(model, layers, model.layer_pattern.stacked(), first)
+  numbers = jnp.arange(count, dtype=jnp.int32)
+  if model.name_beside == MIXER_LAYERS:  # with arrays of their own
+    numbers = jnp.asarray([model.spec.place_of(n)[1] for n in range(count)], jnp.int32)
   # In the carry, not a scanned input: a layer is updated in place, and there is only one cache.
   (x_BRD, cache), *_ = over_layers(
     layer,
     layers,
-    model.dense_layers,
+    model.layers_beside,
     model.layer_order,
     (x_BRD, cache),
-    (every, jnp.arange(count, dtype=jnp.int32)),
+    (every, numbers),
   )
   return x_BRD, per_layer(cache)

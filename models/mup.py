@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from partitioning.rules import Dim, Legend
 
 # Parameters that are no matrices, by the last part of their name; they have no weight decay either.
-VECTORS = ("scale", "bias", "sinks")
+VECTORS = ("scale", "bias", "sinks", "log_factor")
 _HEADS, _HEAD = ("heads", "kv_heads"), "head"
 # Dims that are the inputs of a kernel that begins with them: of the residual, of latent vectors.
 INPUTS = ("model", "query_latent", "latent")
@@ -28,7 +28,7 @@ HIDDEN_LAYERS = ("feedforward", "expert_feedforward", "shared_feedforward")
 # Dims that grow with the model; all others (vocabulary, positions, inputs, ...) are finite.
 WIDTHS = ("model", *HIDDEN_LAYERS, *_HEADS, _HEAD)
 # Dims that number separate kernels; no side of them.
-STACKS = ("layers", "dense_layers", "experts")
+STACKS = ("layers", "dense_layers", "mixer_layers", "experts")
 
 
 class Kind(enum.Enum):

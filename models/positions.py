@@ -20,7 +20,7 @@ from models.losses import Batch
 from models.spec import DecoderSpec
 from partitioning.constraints import constrain
 from partitioning.dtypes import wide_dtype
-from runtime.layer_kinds import layer_type
+from runtime.layer_kinds import MIXER, layer_type
 
 
 def rotary_frequencies(
@@ -272,8 +272,9 @@ def layer_pattern(spec: DecoderSpec) -> LayerPattern:
   local = (spec.local_rotary_base, spec.local_rotary_scaling)
   local = local if spec.local_rotary_base else every
   kinds = {"full": every, "sliding": local, "full_unrotated": None, "sliding_unrotated": None}
+  kinds[MIXER] = every  # which reads none: no table of its own
   return LayerPattern(
-    windows=tuple(None if one.startswith("full") else spec.window for one in types)
+    windows=tuple(spec.window if one.startswith("sliding") else None for one in types)
     if spec.window
     else (),
     rotaries=tuple(kinds[one] for one in types) if spec.positions == "rotary" else (),
@@ -305,7 +306,9 @@ def positions(segments_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 @functools.partial(
   jax.tree_util.register_dataclass,
-  data_fields=("slots_BT", "positions_BT", "rope_X2BTh", "segments_BT", "weights_BT"),
+  data_fields=(
+    *("slots_BT", "positions_BT", "rope_X2BTh", "segments_BT", "weights_BT", "counts_B"),
+  ),
   meta_fields=("ring",),
 )
 @dataclasses.dataclass(frozen=True)
@@ -320,6 +323,7 @@ class Rows:
     segments_BT: the documents, for intra-document attention masking; None: a row is one.
     ring: whether the tokens are in the zigzag order of `partitioning.parallel.ring_attention`.
     weights_BT: of the tokens in the loss, in their order; None: there is no loss.
+    counts_B: int32, of tokens that follow those in a cache: how many are not padding; None: all.
   """
 
   slots_BT: Int[Array, "#B T"]
@@ -328,6 +332,7 @@ class Rows:
   segments_BT: Int[Array, "B T"] | None = None
   ring: bool = False
   weights_BT: Float[Array, "B T"] | None = None
+  counts_B: Int[Array, " B"] | None = None
 
   def rope(self, layer: Layer) -> Float[Array, "2 #B T h"] | None:
     """Returns a layer's rope table; None without rotary positions."""

@@ -20,17 +20,19 @@ from partitioning.dtypes import wide_dtype
 from partitioning.parallel.sharded_function import Residual
 from partitioning.rules import Dim
 from runtime.extensions import registered_names
-from runtime.layer_kinds import BIASES, beside_sparse, is_sparse
+from runtime.layer_kinds import BIASES, MIXER, beside_sparse, is_sparse, layer_type, mixer_layers
 
 # The residual stream of layers, between blocks and inside.
 RESIDUAL = Residual(between="BRD", inside="BTD")
 # How the names of stacked layers begin. Where a decoder has sparse layers, its dense ones are a
-# stack of their own.
-LAYERS, DENSE_LAYERS = "layers/", "dense_layers/"
+# stack of their own, and so are its mixer layers.
+LAYERS, DENSE_LAYERS, MIXER_LAYERS = "layers/", "dense_layers/", "mixer_layers/"
+STACKED = (LAYERS, DENSE_LAYERS, MIXER_LAYERS)
 EXPERTS = f"{LAYERS}experts"
 # The last parts of an adapter's names.
 LORA_A, LORA_B = "lora_a", "lora_b"
 
+NO_MIXER = "none"  # model.mixer
 LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
 
 
@@ -137,7 +139,7 @@ class ModelSpec(abc.ABC):
   def optional_letters(self, name: str) -> str:
     """Returns the letters of an optional parameter; "" if the model does not have it."""
     found = matched(name, self.parameters)
-    return found[1:] if name.startswith((LAYERS, DENSE_LAYERS)) else found
+    return found[1:] if name.startswith(STACKED) else found
 
   def adapts(self, layer: str) -> bool:
     """Returns whether a linear layer, such as `layers/mlp/up`, has an adapter."""
@@ -271,6 +273,12 @@ class DecoderSpec(LayersSpec):
   embedding_standard_deviation: float
   tied_embeddings: bool
   separate_documents: bool
+  mixer: str
+  mixer_heads: int | None  # these of mixers with a state
+  mixer_key_heads: int | None
+  mixer_head_size: int | None
+  mixer_value_head_size: int | None
+  convolution_size: int
 
   trainable: tuple[str, ...]
   attention_kernel: str
@@ -303,7 +311,7 @@ class DecoderSpec(LayersSpec):
       "T": Dim("sequence", None),
       "R": Dim("residual_sequence", None),
       "S": Dim("key_sequence", None),
-      "L": Dim("layers", self.layers - beside),
+      "L": Dim("layers", self.layers - beside - mixer_layers(self)),
       "Z": Dim("dense_layers", beside),
       "D": Dim("model", self.model_size),
       "F": Dim("feedforward", self.feedforward_size),
@@ -311,6 +319,7 @@ class DecoderSpec(LayersSpec):
       "K": Dim("kv_heads", self.kv_heads, may_replicate=True),
       "H": Dim("head", self.head_size),
       **self._latent_dims(),
+      **self._mixer_dims(),
       "V": Dim("vocabulary", self.padded_vocabulary),
       "P": Dim("positions", self.max_positions),
       "r": Dim("lora_rank", self.lora.rank),
@@ -335,10 +344,14 @@ class DecoderSpec(LayersSpec):
     return name.endswith("/kernel") and "/router/" not in name
 
   def place_of(self, layer: int) -> tuple[str, int]:
-    """Returns the stack that a layer is in, LAYERS or DENSE_LAYERS, and its index there."""
-    sparse = is_sparse(self, layer)
-    before = sum(is_sparse(self, one) == sparse for one in range(layer))
-    return DENSE_LAYERS if self.experts and not sparse else LAYERS, before
+    """Returns the stack that a layer is in, of STACKED, and its index there."""
+    stacks = [self._stack_of(one) for one in range(layer + 1)]
+    return stacks[-1], stacks[:-1].count(stacks[-1])
+
+  def _stack_of(self, layer: int) -> str:
+    if layer_type(self, layer) == MIXER:
+      return MIXER_LAYERS
+    return DENSE_LAYERS if self.experts and not is_sparse(self, layer) else LAYERS
 
   def _latent_dims(self) -> dict[str, Dim]:
     """Returns the dims of latent attention; of size 0 where another is chosen."""
@@ -353,6 +366,23 @@ class DecoderSpec(LayersSpec):
     }
     used = is_latent(self)
     return {letter: Dim(name, size if used else 0) for letter, (name, size) in dims.items()}
+
+  def _mixer_dims(self) -> dict[str, Dim]:
+    """Returns the dims of mixers; of size 0 where the decoder has none."""
+    dims = {
+      "A": ("mixer_heads", self.mixer_heads),  # of values
+      "G": ("mixer_key_heads", self.mixer_key_heads),
+      "h": ("mixer_head", self.mixer_head_size),
+      "u": ("mixer_value_head", self.mixer_value_head_size),
+      "X": ("mixer_channels", self.model_size),
+      "w": ("convolution", self.convolution_size),
+      "o": ("convolution_tail", self.convolution_size - 1),
+      "Y": ("mixer_layers", mixer_layers(self)),
+    }
+    used = self.mixer != NO_MIXER
+    return {
+      letter: Dim(name, size if used and size else 0) for letter, (name, size) in dims.items()
+    }
 
 
 LATENT_ATTENTION = "latent"  # model.attention
@@ -384,7 +414,7 @@ def in_8_bits(name: str, matmul_dtype: str) -> bool:
     name: of the parameter.
     matmul_dtype: `training.matmul_dtype`.
   """
-  kernel = name.startswith((LAYERS, DENSE_LAYERS)) and name.endswith("/kernel")
+  kernel = name.startswith(STACKED) and name.endswith("/kernel")
   return kernel and matmul_dtype != "compute"
 
 

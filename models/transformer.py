@@ -24,17 +24,19 @@ from ml_collections import ConfigDict
 
 from models import activations, layer_stack, losses
 from models.attention import CACHE as CACHE
-from models.attention import LENGTHS, Cache, soft_cap
+from models.attention import LENGTHS, STATES, Cache, soft_cap
 from models.layer_stack import STACKS, Block, attention_class, order_of, stacked
 from models.layers import MLPS, NORMS, POSITION_EMBEDDINGS, Embedding, Linear
 from models.losses import COUNTS, Batch, Sums, TokenNumbers, weighted_sum
 from models.positions import POSITIONS, Rows, in_order, is_global, layer_pattern, rows_of
 from models.spec import (
-  DENSE_LAYERS,
   LAYERS,
   LORA_A,
   LORA_B,
+  MIXER_LAYERS,
+  NO_MIXER,
   RESIDUAL,
+  STACKED,
   DecoderSpec,
   expanded,
   under,
@@ -44,7 +46,7 @@ from partitioning.dtypes import wide_dtype
 from partitioning.parallel.matmuls import column_parallel
 from partitioning.rules import Dim
 from runtime.extensions import kind_of_model, registered
-from runtime.layer_kinds import beside_sparse
+from runtime.layer_kinds import MIXER, layer_type, mixer_layers
 from runtime.suggest import most_similar
 
 with epy.lazy_imports():  # of experts, preferences, and losses of the vocabulary in chunks
@@ -82,19 +84,18 @@ class TransformerSpec(DecoderSpec):
 
   def own_dims(self) -> dict[str, dict[str, Dim]]:
     """Returns class -> letter -> Dim, of a user's attention and MLP that have dims of their own."""
-    kinds = attention_class(self), MLPS[self.mlp]
+    stacks = [LAYERS, *([MIXER_LAYERS] if self.mixer != NO_MIXER else [])]
+    kinds = [*(attention_class(self, stack) for stack in stacks), MLPS[self.mlp]]
     return {kind.__name__: kind.legend(self) for kind in kinds if hasattr(kind, "legend")}
 
   @functools.cached_property
   def parameters(self) -> dict[str, str]:
     """Returns name -> letters of the parameters that the model has."""
-    dense, found = beside_sparse(self), {"embed/table": "VD"}
+    found = {"embed/table": "VD"}
     if added := POSITION_EMBEDDINGS[self.positions]:
       found |= under("positions", added.dims(self))
-    for stack, letter, layers in zip(
-      (LAYERS, DENSE_LAYERS), STACKS, (self.layers - dense, dense), strict=True
-    ):
-      if layers:
+    for stack, letter in zip(STACKED, STACKS, strict=True):
+      if self.legend[letter].size:
         found |= under(stack.removesuffix("/"), Block.dims(self, stack), letter)
     found |= under("final_norm", NORMS[self.norm].dims(self))
     if not self.tied_embeddings:
@@ -112,7 +113,7 @@ class TransformerSpec(DecoderSpec):
     kernels = {
       name.removesuffix("/kernel"): letters
       for row, letters in rows.items()
-      if row.startswith(LAYERS) and row.endswith("/kernel")
+      if row.startswith((LAYERS, MIXER_LAYERS)) and row.endswith("/kernel")
       for name in expanded(row)
     }
     found = {}
@@ -166,15 +167,24 @@ class Transformer(nnx.Module):
     self.embed = Embedding(spec, rngs=rngs)
     if added := POSITION_EMBEDDINGS[spec.positions]:
       self.positions = added(spec, rngs=rngs)
-    dense = beside_sparse(spec)
-    self.sparse_layers = spec.layers - dense
+    counts = dict(zip(STACKED, spec.sizes("".join(STACKS)), strict=True))
+    self.sparse_layers = counts.pop(LAYERS)
     self.layers = stacked(spec, rngs, self.sparse_layers, LAYERS)
-    self.dense_layers = stacked(spec, rngs, dense, DENSE_LAYERS) if dense else None
+    # Beside them, under the name of their parameters, the dense ones of a mixture or the mixers.
+    self.name_beside = next((name for name, count in counts.items() if count), "")
+    for name, count in counts.items():
+      beside = stacked(spec, rngs, count, name) if count else None
+      setattr(self, name.removesuffix("/"), beside)
     self.layer_order, self.layer_pattern = order_of(spec), layer_pattern(spec)
     self.final_norm = NORMS[spec.norm]("final_norm", spec)
     if not spec.tied_embeddings:
       self.unembed = Linear("unembed", spec, rngs=rngs)
     self.divisor = spec.logits_divisor * spec.widths.ratio
+
+  @property
+  def layers_beside(self) -> nnx.Module | None:
+    """Returns the stack of dense layers or of mixer layers beside the others, if there is one."""
+    return getattr(self, self.name_beside.removesuffix("/")) if self.name_beside else None
 
   def __call__(
     self,
@@ -390,7 +400,8 @@ class Transformer(nnx.Module):
     """
     slots_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
     slots_BT = cache[LENGTHS][:, None] + slots_BT
-    rows = Rows(slots_BT, slots_BT, self.layer_pattern.rope_tables(slots_BT))
+    tables = self.layer_pattern.rope_tables(slots_BT)
+    rows = Rows(slots_BT, slots_BT, tables, counts_B=counts_B)
 
     x_BRD, cache = layer_stack.extended(self, self._embedded(tokens_BT, rows), rows, cache)
     last_B11 = (counts_B - 1)[:, None, None]
@@ -440,13 +451,18 @@ def empty_cache(spec: TransformerSpec, rows: int, slots: int) -> Cache:
     rows: B.
     slots: S, the most tokens that a row can have.
   """
-  given = {"L": spec.layers, "B": rows, "S": slots}
+  mixers = mixer_layers(spec)
+  given = {"L": spec.layers - mixers, "B": rows, "S": slots}
 
-  def empty(letters: str) -> jax.Array:
+  def empty(letters: str, dtype: jnp.dtype) -> jax.Array:
     shape = (given[x] if x in given else spec.legend[x].size for x in letters)
-    return jnp.zeros((*shape,), spec.compute_dtype)
+    return jnp.zeros((*shape,), dtype)
 
-  arrays = {name: empty(CACHE[name]) for name in attention_class(spec).cached}
+  names = attention_class(spec).cached
+  if mixers:
+    names += attention_class(spec, MIXER_LAYERS).cached
+  narrow, wide = spec.compute_dtype, wide_dtype(spec.compute_dtype)
+  arrays = {name: empty(CACHE[name], wide if name == STATES else narrow) for name in names}
   return {**arrays, LENGTHS: jnp.zeros((rows,), jnp.int32)}
 
 
@@ -456,8 +472,7 @@ SPEC, build = TransformerSpec, Transformer
 # ------------------------------ operations, for MFU and the planner ------------------------------
 
 _KERNELS = ("/kernel", f"/{LORA_A}", f"/{LORA_B}")
-_LAYERS = (LAYERS, DENSE_LAYERS)
-_BELOW = (*_LAYERS, "embed/", "positions/")  # parameters whose gradient needs that of the layers
+_BELOW = (*STACKED, "embed/", "positions/")  # parameters whose gradient needs that of the layers
 # Parameters of which each token uses those of its own experts.
 _ROUTED = re.compile(f"{LAYERS}experts/(gate|up|down)/.*")
 
@@ -467,10 +482,10 @@ def train_flops_per_example(spec: DecoderSpec, *, causal: bool = False) -> float
 
   6 per token and element of a weight matrix, and attention's two matmuls without the causal mask,
   12 L N H T per token (arXiv:2204.02311, appendix B), or 6 L N (H + U) T where the heads of values
-  have another size U; a layer with a sliding window has the window
-  instead of T. A weight matrix that is not trained counts 4: it has no gradient, but that of its
-  input is computed with it; and 2 if nothing below it is trained. Of routed experts those of a
-  token count.
+  have another size U; a layer with a sliding window has the window instead of T, one with a mixer
+  what its recurrence computes. A weight matrix that is not trained counts 4: it has no gradient,
+  but that of its input is computed with it; and 2 if nothing below it is trained. Of routed experts
+  those of a token count.
 
   Args:
     spec: of the decoder.
@@ -484,15 +499,20 @@ def train_flops_per_example(spec: DecoderSpec, *, causal: bool = False) -> float
   total = 0.0
   for name, elements in names.items():
     if name == unembedding or name.endswith(_KERNELS):
-      backward = into_layers if name.startswith(_LAYERS) else into_logits
+      backward = into_layers if name.startswith(STACKED) else into_logits
       share = active_share(spec, name)
       total += (2 + 2 * backward + 2 * (name in trained)) * elements * share
   windows = [
-    length if is_global(spec, layer) else min(length, spec.window) for layer in range(spec.layers)
+    length if is_global(spec, layer) else min(length, spec.window)
+    for layer in range(spec.layers)
+    if layer_type(spec, layer) != MIXER
   ]
   # With a window w, the first w tokens attend to fewer.
   seen = sum(one - one**2 / (2 * length) if causal else one for one in windows)
-  attention = (6 if into_layers else 2) * spec.heads * (spec.head_size + spec.value_head_size)
+  passes = 3 if into_layers else 1
+  attention = 2 * passes * spec.heads * (spec.head_size + spec.value_head_size)
+  if mixers := mixer_layers(spec):
+    total += passes * mixers * attention_class(spec, MIXER_LAYERS).flops(spec)
   return float(length) * (total + attention * seen)
 
 

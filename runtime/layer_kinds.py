@@ -1,10 +1,12 @@
 """Of which kind each layer of a decoder is: sparse or dense, with a window or without; its biases.
 
-A sparse layer has a mixture of experts in place of a dense MLP.
+A sparse layer has a mixture of experts in place of a dense MLP, a mixer layer has a recurrence or a
+convolution in place of attention.
 """
 
 from typing import Any
 
+MIXER = "mixer"  # in `model.layer_types`
 # Values of `model.biases` that stand for several linear layers. GPT-2's `all` has no gate.
 BIASES = {
   "none": (),
@@ -47,3 +49,8 @@ def sparse_layers(model: Any) -> int:
 def beside_sparse(model: Any) -> int:
   """Returns the number of dense layers of a model with experts, which are a stack of their own."""
   return model.layers - sparse_layers(model) if model.experts else 0
+
+
+def mixer_layers(model: Any) -> int:
+  """Returns the number of mixer layers, which are a stack of their own."""
+  return sum(layer_type(model, layer) == MIXER for layer in range(model.layers))

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from models import activations
-from models.activations import DENSE, STACKED
+from models.activations import DENSE, MIXERS, STACKED
 from models.losses import Batch
 from partitioning.dtypes import wide_dtype
 from partitioning.rules import named_leaves
@@ -32,7 +32,8 @@ from training.tasks import DPO
 
 _ADAPTER = re.compile(r"/lora_[ab]$")
 Found = Mapping[str, Mapping[str, np.ndarray]]  # name -> what `_numbers` has found
-_LETTERS = {STACKED: "L", DENSE: "Z"}  # of stacked layers, see `models.layer_stack.STACKS`
+# Of stacked layers, see `models.layer_stack.STACKS`.
+_LETTERS = {STACKED: "L", DENSE: "Z", MIXERS: "Y"}
 
 
 @dataclasses.dataclass(frozen=True)

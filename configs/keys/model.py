@@ -68,6 +68,25 @@ _EXPERTS: Rows = {
   ),
 }
 
+# Of layers of the type mixer that have a state.
+WITH_STATES = ("gated_delta",)
+MIXER: Rows = {
+  "mixer_heads": Key(
+    Unset(int), "of gated_delta: heads of values; heads", unit="heads", most=MOST_HEADS
+  ),
+  "mixer_key_heads": Key(
+    Unset(int),
+    "of gated_delta: heads of queries and keys, each of which serves as many heads of values; "
+    "mixer_heads",
+    unit="heads",
+    most=MOST_HEADS,
+  ),
+  "mixer_head_size": Key(Unset(int), "of gated_delta: of queries and keys; head_size", unit="dims"),
+  "mixer_value_head_size": Key(
+    Unset(int), "of gated_delta: of values; mixer_head_size", unit="dims"
+  ),
+}
+
 DECODER: Rows = {
   "name": Key("transformer", ""),
   **_DEPTH,
@@ -169,11 +188,32 @@ DECODER: Rows = {
   ),
   "layer_types": Key(
     (),
-    "Instead of global_every: the type of each layer, full or sliding (it has the window), or "
-    "full_unrotated or sliding_unrotated (without RoPE); repeated where there are more layers: "
-    '("sliding", "sliding", "full")',
+    "Instead of global_every: the type of each layer, full or sliding (it has the window), "
+    "full_unrotated or sliding_unrotated (without RoPE), or mixer (model.mixer in place of "
+    'attention); repeated where there are more layers: ("sliding", "sliding", "full")',
     excludes={"model.global_every": "both say which layers see a window"},
   ),
+  "mixer": Key(
+    "none",
+    "What layers of the type mixer have in place of attention, with a state whose size does not "
+    "depend on the number of tokens: gated_delta (Gated DeltaNet, arXiv:2412.06464), or "
+    "short_convolution (LFM2)",
+    choices=("none", "gated_delta", "short_convolution"),
+    registry="mixer",
+    excludes={
+      "model.base_width": "muP has no rule for the sizes of mixers",
+      "model.experts": "mixers are beside dense MLPs",
+      "mesh.stage": "a pipeline's stages are alike, and mixers are a stack of their own",
+      "training.matmul_dtype": "8-bit matmuls are not for mixers, whose decays are matmuls too",
+    },
+  ),
+  "convolution_size": Key(
+    4,
+    "tokens that a mixer's causal convolution sees, its own the last",
+    unit="tokens",
+    needs="model.mixer",
+  ),
+  **MIXER,
   "norm": Key("rms", "rms or layer", choices=("rms", "layer"), registry="norm"),
   "norm_epsilon": Key(1e-06, "added to the variance", above=0),
   "norm_scale_from_one": Key(False, "the stored scale is added to one (Gemma)"),

@@ -16,6 +16,7 @@ from etils import epy
 from ml_collections import ConfigDict
 
 from configs.keys import table
+from configs.keys.model import WITH_STATES
 from configs.schema import (
   axis_tables,
   data_checks,
@@ -411,6 +412,11 @@ def _sizes(model: ConfigDict, data: ConfigDict) -> None:
     )
   default(model, "head_size", model.model_size // max(1, model.heads))
   default(model, "value_head_size", model.head_size)
+  if model.mixer in WITH_STATES:
+    default(model, "mixer_heads", model.heads)
+    default(model, "mixer_key_heads", model.mixer_heads)
+    default(model, "mixer_head_size", model.head_size)
+    default(model, "mixer_value_head_size", model.mixer_head_size)
   default(model, "max_positions", data.sequence_length)
   default(model, "base_head_size", model.head_size)
   default(model, "attention_scale", _attention_scale(model.head_size, model.base_head_size))

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from etils import epy
 from ml_collections import ConfigDict
 
-from configs.keys.model import DECODER
+from configs.keys.model import DECODER, WITH_STATES
+from configs.keys.model import MIXER as STATE_KEYS
 from configs.schema.data_checks import parts
 from runtime.extensions import kind_of_model
-from runtime.layer_kinds import sparse_layers
+from runtime.layer_kinds import MIXER, layer_type, sparse_layers
 from runtime.suggest import nearest
 
 with epy.lazy_imports():  # of runs with a model folder
@@ -143,6 +144,47 @@ def latent_errors(model: ConfigDict) -> Iterator[str]:
     )
 
 
+# ------------------------------ mixers ------------------------------
+
+
+def mixer_errors(model: ConfigDict, data: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
+  """Yields what does not go with layers that have a mixer in place of attention."""
+  types = tuple(model.layer_types)
+  if model.mixer not in WITH_STATES:
+    for key in STATE_KEYS:
+      if model[key] is not None:
+        yield (
+          f"model.{key}={model[key]} is about mixers with a state, and model.mixer is "
+          f"{model.mixer!r}; set that to {' or '.join(WITH_STATES)}, or leave the key out"
+        )
+  if model.mixer == "none":
+    if MIXER in types:
+      yield f"model.layer_types={types}: model.mixer is 'none'; set it, such as to gated_delta"
+    return
+  kinds = [layer_type(model, layer) for layer in range(max(0, model.layers))]
+  if MIXER not in kinds or {*kinds} == {MIXER}:
+    every = "no layer is" if MIXER not in kinds else "all layers are"
+    yield (
+      f"model.mixer={model.mixer!r}: {every} of the type mixer; a decoder with mixers also has "
+      f"layers with attention, such as model.layer_types={(*(MIXER,) * 3, 'full')}"
+    )
+  if model.mixer_key_heads and model.mixer_heads % model.mixer_key_heads:
+    yield (
+      f"model.mixer_heads={model.mixer_heads} is not a multiple of "
+      f"model.mixer_key_heads={model.mixer_key_heads}; set model.mixer_key_heads to one of "
+      f"{listed(divisors(model.mixer_heads))}"
+    )
+  parts, length = sizes.get("context", 1), data.sequence_length
+  ring = model.context_attention != "gather"
+  piece, most = length // (parts * (2 if ring else 1)), model.convolution_size - 1
+  if parts > 1 and piece < most:
+    yield (
+      f"model.convolution_size={model.convolution_size}: a device's piece of "
+      f"data.sequence_length={length} over mesh.context={parts} is {piece} tokens, and the next "
+      f"one needs {most} of them; make rows longer, or mesh.context smaller"
+    )
+
+
 # ------------------------------ mixtures of experts ------------------------------
 
 
@@ -231,7 +273,7 @@ def _router(model: ConfigDict) -> Iterator[str]:
 # Of `model.biases`: one of the first, or a list of the others.
 BIASES = DECODER["biases"].usual
 LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
-LAYER_TYPES = ("full", "sliding", "full_unrotated", "sliding_unrotated")
+LAYER_TYPES = ("full", "sliding", "full_unrotated", "sliding_unrotated", MIXER)
 # Kinds of `model.rotary_scaling` -> the numbers that each needs, and those that it may have.
 ROTARY_SCALINGS = {
   "linear": (("factor",), ()),
@@ -358,7 +400,7 @@ def _layer_types(model: ConfigDict) -> Iterator[str]:
       f"model.window={model.window}: "
       + ("no layer is of the type sliding" if model.window else "the type sliding needs a window")
     )
-  unrotated = [one.endswith("unrotated") for one in types]
+  unrotated = [one.endswith("unrotated") for one in types if one != MIXER]
   if any(unrotated) and (model.positions != "rotary" or all(unrotated)):
     yield (
       f"model.layer_types: layers without rotary positions need others with them; with "

@@ -334,6 +334,7 @@ CHECKS = (
 OF_MODELS = {
   "transformer": (
     *(model_checks.decoder_errors, model_checks.latent_errors, model_checks.expert_errors),
+    model_checks.mixer_errors,
     *(model_checks.attention_kernel_errors, model_checks.split_errors),
   ),
   "vit": (model_checks.vit_errors,),

@@ -30,18 +30,24 @@ def logits(config, arrays, tokens_T, segments_T=None):
     x_TD = x_TD * math.sqrt(model.model_size)
   if model.positions == "learned":
     x_TD = x_TD + weights["positions/table"][positions_T]
+  kinds = model.layer_types or ("full",)
+  types = [kinds[number % len(kinds)] for number in range(model.layers)]
   for number in range(model.layers):
     sees_all = not model.window or (model.global_every and (number + 1) % model.global_every == 0)
     seen_TS = (slots_T[None] <= slots_T[:, None]) & (numbers_T[None] == numbers_T[:, None])
     if not sees_all:
       seen_TS &= slots_T[None] > slots_T[:, None] - model.window
+    mixes = types[number] == "mixer"
+    stack = "mixer_layers/" if mixes else "layers/"
+    place = sum((one == "mixer") == mixes for one in types[:number])
     layer = {
-      name.removeprefix("layers/"): array[number]
+      name.removeprefix(stack): array[place]
       for name, array in weights.items()
-      if name.startswith("layers/")
+      if name.startswith(stack)
     }
     normed_TD = norm(model, layer, "attention_norm", x_TD)
     attend = latent_attention if model.attention == "latent" else attention
+    attend = MIXERS[model.mixer] if mixes else attend
     of_layer = {"sees_all": sees_all, "length": config.data.sequence_length}
     if model.attention_scale_by_inverse_layer:
       of_layer["depth"] = number + 1
@@ -237,3 +243,74 @@ def mlp(model, weights, x_TD):
   up_TF = x_TD @ weights["mlp/up/kernel"] + weights.get("mlp/up/bias", 0.0)
   hidden_TF = act(x_TD @ weights["mlp/gate/kernel"]) * up_TF if model.gated else act(up_TF)
   return hidden_TF @ weights["mlp/down/kernel"] + weights.get("mlp/down/bias", 0.0)
+
+
+def convolved(x_TX, taps_wX, positions_T):
+  """Returns a causal convolution of each channel, whose last tap is the token's own."""
+  out_TX = np.zeros_like(x_TX)
+  for t, position in enumerate(positions_T):
+    for back in range(min(position, len(taps_wX) - 1) + 1):
+      out_TX[t] += taps_wX[-1 - back] * x_TX[t - back]
+  return out_TX
+
+
+def silu(x):
+  """Returns x sigmoid(x)."""
+  return x / (1 + np.exp(-x))
+
+
+def recurrence(q, k, v, log_decay, strength, state, *, delta=True):
+  """Returns outputs and the last state of one head's recurrence, token after token.
+
+  Source: arXiv:2412.06464, equation 10, or without the delta rule 2405.21060. Of complex numbers
+  too, whose imaginary parts are then derivatives.
+  """
+  out = []
+  for t in range(len(k)):
+    state = np.exp(log_decay[t]).reshape(-1, 1) * state
+    read = k[t] @ state if delta else 0
+    state = state + np.outer(k[t], strength[t] * (v[t] - read))
+    out.append(q[t] @ state)
+  return np.array(out), state
+
+
+def gated_delta(model, layer, x_TD, seen_TS, positions_T, **_):
+  """Returns the update of a layer with Gated DeltaNet (arXiv:2412.06464, as in Qwen3-Next)."""
+  kernels = {name: layer[f"attention/{name}/kernel"] for name in ("query", "key", "value")}
+  q, k, v = (
+    silu(convolved(np.tensordot(x_TD, kernel, 1), layer[f"attention/{name}_taps"], positions_T))
+    for name, kernel in kernels.items()
+  )
+  q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+  steps_TA = x_TD @ layer["attention/decay/kernel"] + layer["attention/step_bias"]
+  log_decay_TA = -np.exp(layer["attention/log_factor"]) * np.log1p(np.exp(steps_TA))
+  log_decay_TA[positions_T == 0] = -np.inf
+  strength_TA = 1 / (1 + np.exp(-x_TD @ layer["attention/strength/kernel"]))
+  heads, shared = v.shape[1], v.shape[1] // k.shape[1]
+  state = np.zeros((k.shape[2], v.shape[2]))
+  out = np.stack(
+    [
+      recurrence(
+        *(q[:, a // shared] * k.shape[2] ** -0.5, k[:, a // shared], v[:, a]),
+        *(log_decay_TA[:, a], strength_TA[:, a], state),
+      )[0]
+      for a in range(heads)
+    ],
+    axis=1,
+  )
+  normed = out / np.sqrt((out * out).mean(-1, keepdims=True) + model.norm_epsilon)
+  gate = silu(np.tensordot(x_TD, layer["attention/gate/kernel"], 1))
+  gated = normed * layer["attention/norm/scale"] * gate
+  return np.tensordot(gated, layer["attention/out/kernel"], 2)
+
+
+def short_convolution(model, layer, x_TD, seen_TS, positions_T, **_):
+  """Returns the update of a layer with a gated short convolution, as in LFM2."""
+  before, after, x = (
+    x_TD @ layer[f"attention/{name}/kernel"] for name in ("input_gate", "output_gate", "value")
+  )
+  out = after * convolved(before * x, layer["attention/taps"], positions_T)
+  return out @ layer["attention/out/kernel"]
+
+
+MIXERS = {"gated_delta": gated_delta, "short_convolution": short_convolution}

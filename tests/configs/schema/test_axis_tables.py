@@ -7,6 +7,7 @@ from models import model_spec
 from partitioning.mesh_sizes import AXES
 from tests.helpers.jobs import make_job
 from tests.parity.latents import LATENTS
+from tests.parity.mixers import CONVOLUTION, DELTA
 
 EVERY_DIM = {"model.positions": "learned", "lora.rank": 3}
 EXPERTS = {"model.experts": 4, "model.dense_layers": 1, "model.shared_feedforward_size": 8}
@@ -14,7 +15,7 @@ EXPERTS = {"model.experts": 4, "model.dense_layers": 1, "model.shared_feedforwar
 
 @pytest.mark.parametrize("recipe", ["lm", "mlp"])
 def test_the_axis_tables_hold_the_dims_that_the_model_has_and_no_other(recipe):
-  keys = [EVERY_DIM, LATENTS, EXPERTS] if recipe == "lm" else [{}]
+  keys = [EVERY_DIM, LATENTS, EXPERTS, DELTA, CONVOLUTION] if recipe == "lm" else [{}]
   jobs = [make_job("single", recipe, **one) for one in keys]
   job = jobs[0]
   tables = axis_tables.AXIS_TABLES[job.config.model.name]
@@ -24,6 +25,8 @@ def test_the_axis_tables_hold_the_dims_that_the_model_has_and_no_other(recipe):
   assert {*tables["parameters"]} == {job.legend[letter].name for letter in letters}
   letters = "".join(c.letters for one in jobs for c in one.activations.seen)
   letters += "".join(array.letters for array in job.placements["batch"].values())
+  if recipe == "lm":
+    letters += "o"  # of the caches of generation alone
   assert {*tables["activations"]} == {job.legend[letter].name for letter in letters}
   every = {dim.name for dim in job.legend.values()}
   assert {*tables["parameters"], *tables["activations"]} == every

@@ -1,0 +1,372 @@
+"""Layers of constant state in place of attention: Gated DeltaNet, gated short convolutions.
+
+They have attention's interface. A document's first token begins anew, so the documents of a packed
+row have no influence on one another. Where the sequence is split, a device has one piece of it, or
+in the zigzag order of rings two: the last inputs of the convolution and what each piece does to the
+state are all-gathered.
+
+Names carry their dims: a head has h dims in queries and keys and u in values; of A heads, A / G
+share queries and keys.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key, Shaped
+
+from models import recurrence
+from models.attention import Cache
+from models.layers import Linear, Norm, adapter_dropout, named
+from models.positions import Layer, Rows
+from models.spec import RESIDUAL, DecoderSpec
+from partitioning.constraints import axes_splitting, constrain, manual_axes
+from partitioning.dtypes import wide_dtype
+from partitioning.parallel import collectives
+from partitioning.parallel.matmuls import column_parallel, row_parallel
+from partitioning.parallel.sharded_function import on_shards
+from partitioning.rules import Axes
+from runtime.rematerialization import ATTENTION_OUTPUT
+
+UNIT_EPSILON = 1e-6  # added to the squared length of queries and keys
+LARGEST_DECAY = 16.0  # of the factors that are drawn
+STEPS = (1e-3, 0.1)  # the smallest and the largest that are drawn
+
+# ------------------------------ pieces of rows ------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+  """The pieces of the sequence that a device has, as further rows of the batch.
+
+  Attributes:
+    axes: that split the sequence here.
+    each: pieces of a device: two of the zigzag order, one otherwise.
+    numbers: of them in the text; None: there is one piece.
+  """
+
+  axes: Axes
+  each: int
+  numbers: Int[Array, " p"] | None
+
+  @classmethod
+  def of(cls, rows: Rows, slots_T: Int[Array, " T"]) -> "Pieces":
+    """Returns those of the device, by the slots of its tokens; inside of a region."""
+    axes = tuple(axis for axis in axes_splitting("T") if axis in manual_axes())
+    if not axes:
+      return cls((), 1, None)
+    each = 2 if rows.ring else 1
+    size = slots_T.shape[0] // each
+    return cls(axes, each, slots_T[::size] // size)
+
+  def split(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "Bp t ..."]:
+    """Returns the pieces as rows."""
+    return x.reshape(x.shape[0] * self.each, x.shape[1] // self.each, *x.shape[2:])
+
+  def joined(self, x: Float[Array, "Bp t ..."]) -> Float[Array, "B T ..."]:
+    """Returns the device's part of each row: the inverse of `split`."""
+    return x.reshape(x.shape[0] // self.each, x.shape[1] * self.each, *x.shape[2:])
+
+  def gathered(self, x: Float[Array, "Bp ..."]) -> Float[Array, "P B ..."]:
+    """Returns numbers of all pieces of all devices, in the order of the text."""
+    x = jnp.moveaxis(x.reshape(-1, self.each, *x.shape[1:]), 1, 0)
+    x = collectives.all_gather(x, self.axes, 0)
+    count = x.shape[0]
+    order = [n for i in range(count // self.each) for n in (i, count - 1 - i)[: self.each]]
+    return x[np.argsort(order)]
+
+  def own(self, x: Float[Array, "P B ..."]) -> Float[Array, "Bp ..."]:
+    """Returns those of the device's pieces, of `gathered`."""
+    x = jnp.moveaxis(jnp.take(x, self.numbers, axis=0), 0, 1)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def convolution(
+  x: Float[Array, "B T ..."],
+  taps: Float[Array, "w ..."],
+  positions_BT: Int[Array, "B T"],
+  pieces: Pieces,
+  tail: Float[Array, "B o ..."] | None,
+) -> tuple[Float[Array, "B T ..."], Float[Array, "Bp To ..."]]:
+  """Returns a causal convolution of each channel within documents, and its inputs with the tail.
+
+  Args:
+    x: the channels.
+    taps: of each channel; the last is the token's own.
+    positions_BT: within documents.
+    pieces: of the sequence.
+    tail: the last inputs before these, of a cache; None: these are complete rows.
+  """
+  most = taps.shape[0] - 1
+  x = pieces.split(x)
+  if tail is None:
+    tail = jnp.zeros_like(x[:, :most])
+    if pieces.axes and most:
+      ends = pieces.gathered(x[:, x.shape[1] - most :])
+      tail = pieces.own(jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]))
+  positions = pieces.split(positions_BT)
+  inputs = jnp.concatenate([tail, x], axis=1)
+  out = 0
+  for back in range(most + 1):
+    there = (positions >= back).reshape(*positions.shape, *(1,) * (x.ndim - 2)).astype(x.dtype)
+    shifted = jax.lax.slice_in_dim(inputs, most - back, most - back + x.shape[1], axis=1)
+    out += taps[most - back][None, None] * (shifted * there)
+  return pieces.joined(out), inputs
+
+
+def new_tail(inputs: Float[Array, "B To ..."], most: int, rows: Rows) -> Array:
+  """Returns the last inputs of each row that are no padding, for the cache; of `convolution`."""
+  if rows.counts_B is None:
+    return inputs[:, inputs.shape[1] - most :]
+  cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=most, axis=0)
+  return jax.vmap(cut)(inputs, rows.counts_B)
+
+
+def through_pieces(
+  q: Array, k: Array, v: Array, log_decay: Array, strength: Array, pieces: Pieces, *, delta: bool
+) -> Float[Array, "B T N U"]:
+  """Returns the outputs of `recurrence.recurrence` for complete rows, whose pieces devices have."""
+  q, k, v, log_decay, strength = map(pieces.split, (q, k, v, log_decay, strength))
+  if pieces.axes:
+    found = recurrence.summary(k, v, log_decay, strength, delta=delta)
+    start = pieces.own(recurrence.first_states(*map(pieces.gathered, found), delta=delta))
+  else:
+    start = jnp.zeros((k.shape[0], *k.shape[2:], v.shape[-1]), v.dtype)
+  return pieces.joined(recurrence.recurrence(q, k, v, log_decay, strength, start, delta=delta)[0])
+
+
+def _facts(rows: Rows, batch: int, length: int) -> tuple[Array, Array]:
+  """Returns positions [B, T] and slots [T] of rows; the slots are read of complete rows alone."""
+  return jnp.broadcast_to(rows.positions_BT, (batch, length)), rows.slots_BT[0]
+
+
+# ------------------------------ Gated DeltaNet ------------------------------
+
+
+class GatedDeltaNet(nnx.Module):
+  """Gated DeltaNet. Source: arXiv:2412.06464; as in Qwen3-Next."""
+
+  cached = "states", "query_tails", "key_tails", "value_tails"
+
+  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs, name: str):
+    """Draws the projections, convolutions and decays."""
+    self.dtype = spec.compute_dtype
+    linear = functools.partial(Linear, spec=spec, rngs=rngs)
+    self.query, self.key = linear(f"{name}/query"), linear(f"{name}/key")
+    self.value, self.gate = linear(f"{name}/value"), linear(f"{name}/gate")
+    self.decay, self.strength = linear(f"{name}/decay"), linear(f"{name}/strength")
+    self.query_taps, self.key_taps, self.value_taps = (
+      draw_taps(spec, letters, rngs) for letters in ("wGh", "wGh", "wAu")
+    )
+    dtype, (heads,) = spec.parameter_dtype, spec.sizes("A")
+    uniform = functools.partial(jax.random.uniform, shape=(heads,), dtype=dtype)
+    factor_A = uniform(rngs.params(), minval=jnp.finfo(dtype).tiny, maxval=LARGEST_DECAY)
+    self.log_factor = nnx.Param(jnp.log(factor_A))
+    least, most = (jnp.log(jnp.asarray(x, dtype)) for x in STEPS)
+    step_A = jnp.exp(uniform(rngs.params(), minval=least, maxval=most))
+    self.step_bias = nnx.Param(step_A + jnp.log(-jnp.expm1(-step_A)))  # softplus's inverse
+    plain = dataclasses.replace(spec, norm_scale_from_one=False)
+    self.norm = Norm(f"{name}/norm", plain)
+    self.out = linear(f"{name}/out", scale=spec.out_scale)
+    self.adapter_dropout = spec.lora.dropout
+
+  @staticmethod
+  def dims(spec: DecoderSpec) -> dict[str, str]:
+    """Returns parameter -> letters."""
+    del spec
+    return {
+      "(query|key)/kernel": "DGh",
+      "(value|gate)/kernel": "DAu",
+      "(decay|strength)/kernel": "DA",
+      "(query_taps|key_taps)": "wGh",
+      "value_taps": "wAu",
+      "(log_factor|step_bias)": "A",
+      "norm/scale": "u",
+      "out/kernel": "AuD",
+    }
+
+  @staticmethod
+  def flops(spec: DecoderSpec) -> int:
+    """Returns operations per token of the recurrence: a key and a query read, a key writes."""
+    return 6 * spec.mixer_heads * spec.mixer_head_size * spec.mixer_value_head_size
+
+  def __call__(
+    self,
+    x_BRD: Float[Array, "B R D"],
+    layer: Layer,
+    rows: Rows,
+    cache: Cache | None = None,
+    key: Key[Array, ""] | None = None,
+  ) -> tuple[Float[Array, "B R D"], Cache | None]:
+    """Returns the residual's update, and the cache with these tokens in it; see attention."""
+    del layer
+    keys = (None, None) if key is None else jax.random.split(key)
+    dropped = functools.partial(adapter_dropout, self.adapter_dropout, slots_T=rows.slots_BT[0])
+    projections = [self.query, self.key, self.value, self.gate, self.decay, self.strength]
+    inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
+    q, k, v, gate, decay, strength = column_parallel(x_BRD, projections, RESIDUAL, inputs)
+    q, k, v, gate = (
+      named(x, name) for x, name in ((q, "query"), (k, "key"), (v, "value"), (gate, "gate"))
+    )
+    decay, strength = self._gates(decay, strength, rows)
+    out_BTAu, cache = self._mixed(q, k, v, decay, strength, rows, cache)
+    out_BTAu = named(out_BTAu, ATTENTION_OUTPUT)
+    wide = wide_dtype(self.dtype)
+    gated = self.norm(out_BTAu).astype(wide) * jax.nn.silu(gate.astype(wide))
+    gated = constrain(gated.astype(self.dtype), "BTAu")
+    inputs = dropped(key=keys[1], letters="BTAu", shape=gated.shape)
+    return row_parallel(gated, self.out, RESIDUAL, inputs), cache
+
+  def _gates(self, decay_BTA: Array, strength_BTA: Array, rows: Rows) -> tuple[Array, Array]:
+    """Returns logarithms of decays, and strengths; padding decays and writes nothing."""
+    wide = wide_dtype(self.dtype)
+    factor, bias = (
+      constrain(x[...].astype(wide), "A")[None, None] for x in (self.log_factor, self.step_bias)
+    )
+    log_decay_BTA = -jnp.exp(factor) * jax.nn.softplus(decay_BTA.astype(wide) + bias)
+    strength_BTA = jax.nn.sigmoid(strength_BTA.astype(wide))
+    begins_BT1 = (rows.positions_BT == 0)[..., None]
+    log_decay_BTA = jnp.where(begins_BT1, jnp.full_like(log_decay_BTA, -jnp.inf), log_decay_BTA)
+    if rows.counts_B is None:
+      return log_decay_BTA, strength_BTA
+    slots_T = jnp.arange(decay_BTA.shape[1], dtype=jnp.int32)
+    there = (slots_T[None] < rows.counts_B[:, None])[..., None]
+    nothing = jnp.zeros_like(strength_BTA)
+    return jnp.where(there, log_decay_BTA, nothing), jnp.where(there, strength_BTA, nothing)
+
+  def _mixed(
+    self,
+    q: Float[Array, "B T G h"],
+    k: Float[Array, "B T G h"],
+    v: Float[Array, "B T A u"],
+    decay: Float[Array, "B T A"],
+    strength: Float[Array, "B T A"],
+    rows: Rows,
+    cache: Cache | None,
+  ) -> tuple[Float[Array, "B T A u"], Cache | None]:
+    """Returns the outputs of convolutions and recurrence, and the cache, each device its own."""
+    wide = wide_dtype(self.dtype)
+    taps = [constrain(x[...].astype(wide), letters) for x, letters in self._taps()]
+    most = taps[0].shape[0] - 1
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def on_device(q, k, v, decay, strength, taps_q, taps_k, taps_v, positions, slots, *cached):
+      pieces = Pieces.of(rows, slots)
+      state, *tails = cached or (None,) * 4
+      convolved, kept = [], []
+      for x, weights, tail in zip((q, k, v), (taps_q, taps_k, taps_v), tails, strict=True):
+        tail = None if tail is None else tail.astype(wide)
+        x, inputs = convolution(x.astype(wide), weights, positions, pieces, tail)
+        convolved.append(jax.nn.silu(x))
+        kept.append(inputs)
+      q, k, v = convolved
+      groups = v.shape[2] // q.shape[2]
+      q, k = (jnp.repeat(of_unit_length(x), groups, axis=2) for x in (q, k))
+      q = q * jnp.asarray(q.shape[-1] ** -0.5, wide)
+      if not cached:
+        return through_pieces(q, k, v, decay, strength, pieces, delta=True).astype(self.dtype)
+      out, state = recurrence.recurrence(q, k, v, decay, strength, state, delta=True)
+      tails = (new_tail(x, most, rows).astype(self.dtype) for x in kept)
+      return out.astype(self.dtype), state, *tails
+
+    letters = ["BTGh", "BTGh", "BTAu", "BTA", "BTA", "wGh", "wGh", "wAu", "BT", "T"]
+    given = [q, k, v, decay, strength, *taps, *_facts(rows, q.shape[0], q.shape[1])]
+    if cache is None:
+      return on_shards(on_device, letters, "BTAu", *given), None
+    of_cache = ("BAhu", "BoGh", "BoGh", "BoAu")
+    names = GatedDeltaNet.cached
+    found = on_device(*given, *(cache[name] for name in names))
+    out, *new = (constrain(x, one) for x, one in zip(found, ("BTAu", *of_cache), strict=True))
+    return out, cache | dict(zip(names, new, strict=True))
+
+  def _taps(self) -> list[tuple[nnx.Param, str]]:
+    return [(self.query_taps, "wGh"), (self.key_taps, "wGh"), (self.value_taps, "wAu")]
+
+
+def draw_taps(spec: DecoderSpec, letters: str, rngs: nnx.Rngs) -> nnx.Param:
+  """Draws a convolution's taps uniformly within fan_in ** -0.5, as PyTorch does."""
+  bound = jnp.asarray(spec.convolution_size**-0.5, spec.parameter_dtype)
+  shape = spec.sizes(letters)
+  drawn = jax.random.uniform(rngs.params(), shape, spec.parameter_dtype, -1, 1)
+  return nnx.Param(drawn * bound)
+
+
+def of_unit_length(x: Float[Array, "*X H"]) -> Float[Array, "*X H"]:
+  """Returns x over its length along the last dim."""
+  return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + UNIT_EPSILON)
+
+
+# ------------------------------ short convolutions ------------------------------
+
+
+class ShortConvolution(nnx.Module):
+  """out(output_gate(x) * convolution(input_gate(x) * value(x))). Source: LFM2, arXiv:2511.23404."""
+
+  cached = ("channel_tails",)
+
+  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs, name: str):
+    """Draws the projections and the convolution."""
+    self.dtype = spec.compute_dtype
+    linear = functools.partial(Linear, spec=spec, rngs=rngs)
+    self.input_gate, self.output_gate = linear(f"{name}/input_gate"), linear(f"{name}/output_gate")
+    self.value = linear(f"{name}/value")
+    self.taps = draw_taps(spec, "wX", rngs)
+    self.out = linear(f"{name}/out", scale=spec.out_scale)
+    self.adapter_dropout = spec.lora.dropout
+
+  @staticmethod
+  def dims(spec: DecoderSpec) -> dict[str, str]:
+    """Returns parameter -> letters."""
+    del spec
+    return {"(input_gate|output_gate|value)/kernel": "DX", "taps": "wX", "out/kernel": "XD"}
+
+  @staticmethod
+  def flops(spec: DecoderSpec) -> int:
+    """Returns operations per token of the convolution and its gates."""
+    return (2 * spec.convolution_size + 2) * spec.model_size
+
+  def __call__(
+    self,
+    x_BRD: Float[Array, "B R D"],
+    layer: Layer,
+    rows: Rows,
+    cache: Cache | None = None,
+    key: Key[Array, ""] | None = None,
+  ) -> tuple[Float[Array, "B R D"], Cache | None]:
+    """Returns the residual's update, and the cache with these tokens in it; see attention."""
+    del layer
+    keys = (None, None) if key is None else jax.random.split(key)
+    dropped = functools.partial(adapter_dropout, self.adapter_dropout, slots_T=rows.slots_BT[0])
+    inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
+    projections = [self.input_gate, self.output_gate, self.value]
+    before, after, v = column_parallel(x_BRD, projections, RESIDUAL, inputs)
+    before, after, v = (
+      named(x, name) for x, name in ((before, "query"), (after, "gate"), (v, "value"))
+    )
+    wide = wide_dtype(self.dtype)
+    taps_wX = constrain(self.taps[...].astype(wide), "wX")
+    most = taps_wX.shape[0] - 1
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def on_device(before, after, v, taps, positions, slots, tail=None):
+      tail = None if tail is None else tail.astype(wide)
+      before, after, v = (x.astype(wide) for x in (before, after, v))
+      out, inputs = convolution(before * v, taps, positions, Pieces.of(rows, slots), tail)
+      out = (after * out).astype(self.dtype)
+      return out if tail is None else (out, new_tail(inputs, most, rows).astype(self.dtype))
+
+    given = [before, after, v, taps_wX, *_facts(rows, v.shape[0], v.shape[1])]
+    if cache is None:
+      letters = ["BTX", "BTX", "BTX", "wX", "BT", "T"]
+      out_BTX = on_shards(on_device, letters, "BTX", *given)
+    else:
+      [name] = ShortConvolution.cached
+      out_BTX, tail = on_device(*given, cache[name])
+      out_BTX = constrain(out_BTX, "BTX")
+      cache = cache | {name: constrain(tail, "BoX")}
+    out_BTX = named(out_BTX, ATTENTION_OUTPUT)
+    inputs = dropped(key=keys[1], letters="BTX", shape=out_BTX.shape)
+    return row_parallel(out_BTX, self.out, RESIDUAL, inputs), cache

@@ -1,0 +1,32 @@
+"""Small hybrid decoders, three layers with a mixer to one with attention, and their meshes."""
+
+from tests.parity.comparison import ADAPTERS
+
+TYPES = {"model.layers": 4, "model.layer_types": ("mixer", "mixer", "mixer", "full")}
+# Beside the sizes of tests/helpers/jobs.py, each another than the others.
+DELTA = {
+  **TYPES,
+  "model.mixer": "gated_delta",
+  "model.mixer_key_heads": 4,
+  "model.mixer_head_size": 5,
+  "model.mixer_value_head_size": 7,
+  "model.separate_documents": True,
+}
+CONVOLUTION = {**TYPES, "model.mixer": "short_convolution", "model.convolution_size": 3}
+_ALL = {"mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2}
+_RING, _GATHER = ({"model.context_attention": kind} for kind in ("ring", "gather"))
+_SEQUENCE_PARALLEL = {"partitioning.sequence_parallel": True}
+_BY_NAME = {"training.rematerialization": "full,query=save,attention_output=offload"}
+MESHES = {
+  "all, ring": {**_ALL, **_RING, **_SEQUENCE_PARALLEL},
+  "context4, gathered": {"mesh.data": 2, "mesh.context": 4, **_GATHER},
+  "context8, ring": {"mesh.context": 8, **_RING, "data.sequence_length": 48},
+  "fsdp8, by name": {"mesh.fsdp": 8, **_BY_NAME},
+  "tensor4, accumulated": {
+    **{"mesh.data": 2, "mesh.tensor": 4, "partitioning.collective_matmul": True},
+    **{**_SEQUENCE_PARALLEL, "training.gradient_accumulation_steps": 2},
+  },
+}
+EACH = {"delta": DELTA, "convolution": {**CONVOLUTION, **ADAPTERS, "lora.dropout": 0.3}}
+# The others in `make test-long`.
+OFTEN = (("all, ring", "delta"),)
