@@ -274,10 +274,10 @@ class DecoderSpec(LayersSpec):
   tied_embeddings: bool
   separate_documents: bool
   mixer: str
-  mixer_heads: int | None  # these of mixers with a state
-  mixer_key_heads: int | None
-  mixer_head_size: int | None
-  mixer_value_head_size: int | None
+  mixer_heads: int
+  mixer_key_heads: int
+  mixer_head_size: int
+  mixer_value_head_size: int
   convolution_size: int
 
   trainable: tuple[str, ...]
@@ -380,9 +380,7 @@ class DecoderSpec(LayersSpec):
       "Y": ("mixer_layers", mixer_layers(self)),
     }
     used = self.mixer != NO_MIXER
-    return {
-      letter: Dim(name, size if used and size else 0) for letter, (name, size) in dims.items()
-    }
+    return {letter: Dim(name, size if used else 0) for letter, (name, size) in dims.items()}
 
 
 LATENT_ATTENTION = "latent"  # model.attention

@@ -68,23 +68,19 @@ _EXPERTS: Rows = {
   ),
 }
 
-# Of layers of the type mixer that have a state.
+# Of mixers with a state; 0: what follows from other keys.
 WITH_STATES = ("gated_delta",)
 MIXER: Rows = {
-  "mixer_heads": Key(
-    Unset(int), "of gated_delta: heads of values; heads", unit="heads", most=MOST_HEADS
-  ),
+  "mixer_heads": Key(0, "heads of values; 0: heads", unit="heads", least=0, most=MOST_HEADS),
   "mixer_key_heads": Key(
-    Unset(int),
-    "of gated_delta: heads of queries and keys, each of which serves as many heads of values; "
-    "mixer_heads",
+    0,
+    "heads of queries and keys, each of which serves as many heads of values; 0: mixer_heads",
     unit="heads",
+    least=0,
     most=MOST_HEADS,
   ),
-  "mixer_head_size": Key(Unset(int), "of gated_delta: of queries and keys; head_size", unit="dims"),
-  "mixer_value_head_size": Key(
-    Unset(int), "of gated_delta: of values; mixer_head_size", unit="dims"
-  ),
+  "mixer_head_size": Key(0, "of queries and keys; 0: head_size", unit="dims", least=0),
+  "mixer_value_head_size": Key(0, "of values; 0: mixer_head_size", unit="dims", least=0),
 }
 
 DECODER: Rows = {
@@ -213,7 +209,7 @@ DECODER: Rows = {
     unit="tokens",
     needs="model.mixer",
   ),
-  **MIXER,
+  **shared(MIXER, needs=f"model.mixer={'|'.join(WITH_STATES)}"),
   "norm": Key("rms", "rms or layer", choices=("rms", "layer"), registry="norm"),
   "norm_epsilon": Key(1e-06, "added to the variance", above=0),
   "norm_scale_from_one": Key(False, "the stored scale is added to one (Gemma)"),

@@ -413,10 +413,11 @@ def _sizes(model: ConfigDict, data: ConfigDict) -> None:
   default(model, "head_size", model.model_size // max(1, model.heads))
   default(model, "value_head_size", model.head_size)
   if model.mixer in WITH_STATES:
-    default(model, "mixer_heads", model.heads)
-    default(model, "mixer_key_heads", model.mixer_heads)
-    default(model, "mixer_head_size", model.head_size)
-    default(model, "mixer_value_head_size", model.mixer_head_size)
+    for key, other in (
+      *(("mixer_heads", "heads"), ("mixer_key_heads", "mixer_heads")),
+      *(("mixer_head_size", "head_size"), ("mixer_value_head_size", "mixer_head_size")),
+    ):
+      model[key] = model[key] or model[other]
   default(model, "max_positions", data.sequence_length)
   default(model, "base_head_size", model.head_size)
   default(model, "attention_scale", _attention_scale(model.head_size, model.base_head_size))

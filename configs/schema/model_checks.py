@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from etils import epy
 from ml_collections import ConfigDict
 
-from configs.keys.model import DECODER, WITH_STATES
-from configs.keys.model import MIXER as STATE_KEYS
+from configs.keys.model import DECODER
 from configs.schema.data_checks import parts
 from runtime.extensions import kind_of_model
 from runtime.layer_kinds import MIXER, layer_type, sparse_layers
@@ -150,13 +149,6 @@ def latent_errors(model: ConfigDict) -> Iterator[str]:
 def mixer_errors(model: ConfigDict, data: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
   """Yields what does not go with layers that have a mixer in place of attention."""
   types = tuple(model.layer_types)
-  if model.mixer not in WITH_STATES:
-    for key in STATE_KEYS:
-      if model[key] is not None:
-        yield (
-          f"model.{key}={model[key]} is about mixers with a state, and model.mixer is "
-          f"{model.mixer!r}; set that to {' or '.join(WITH_STATES)}, or leave the key out"
-        )
   if model.mixer == "none":
     if MIXER in types:
       yield f"model.layer_types={types}: model.mixer is 'none'; set it, such as to gated_delta"

@@ -100,6 +100,8 @@ def first_state(job: Job) -> State:
       values = unscaled + values / 10
     elif name.endswith("/bias"):
       values /= 10
+    elif name.endswith("taps"):
+      values /= 2  # of a convolution of 4 tokens
     else:
       values *= 0.16  # of a kernel with 40 inputs
     leaves.append(values.astype(leaf.dtype))

@@ -165,7 +165,7 @@ def test_the_loss_is_numpys_and_documents_have_no_influence_on_others(keys):
   [
     ({}, DELTA),
     pytest.param({"mesh.data": 2, "mesh.tensor": 4}, DELTA, marks=pytest.mark.long),
-    pytest.param({"mesh.fsdp": 2, "mesh.context": 4}, CONVOLUTION, marks=pytest.mark.long),
+    pytest.param({"mesh.fsdp": 4, "mesh.context": 2}, CONVOLUTION, marks=pytest.mark.long),
   ],
 )
 def test_pieces_from_a_cache_give_what_the_whole_gives(mesh, keys):
@@ -188,6 +188,7 @@ def on_one_device(mixer, length, muon=False):
     pytest.param(x, y, marks=() if (x, y) in OFTEN else pytest.mark.long)
     for x in MESHES
     for y in EACH
+    if (x, y) != ("tensor4, accumulated", "convolution")  # dropout depends on a microbatch's rows
   ],
 )
 def test_gradients_on_a_mesh_are_those_of_one_device(mesh, mixer):
@@ -207,7 +208,10 @@ def test_muon_on_a_mesh_gives_what_one_device_gives():
   [
     ({"model.mixer": "gated_delta"}, "no layer is of the type mixer"),
     ({"model.layer_types": ("mixer", "full")}, "model.mixer is 'none'"),
-    ({**CONVOLUTION, "model.mixer_heads": 4}, "about mixers with a state"),
+    (
+      {**CONVOLUTION, "model.mixer_heads": 4},
+      "model.mixer_heads=4 is about model.mixer=gated_delta",
+    ),
     ({**DELTA, "model.mixer_key_heads": 3}, "is not a multiple of model.mixer_key_heads=3"),
     ({**DELTA, "model.experts": 4}, "mixers are beside dense MLPs"),
     ({**DELTA, "mesh.stage": 2}, "a pipeline's stages are alike"),
