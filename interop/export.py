@@ -36,7 +36,7 @@ from interop import hf_config, hf_folder, name_maps, peft_adapter, read_weights,
 from interop.hf_folder import CONFIG
 from interop.hf_parts import UNSCALED, named_scaling
 from interop.safetensors_file import WeightFile, write_file
-from models import layers
+from models import adapters
 from models.spec import LORA_A, LORA_B, DecoderSpec
 from partitioning.rules import named_leaves, nested
 from runtime import files
@@ -450,7 +450,7 @@ def fetcher(params: Any, spec: DecoderSpec) -> Fetch:
       for dim, index in enumerate(place):
         arrays = {n: jax.lax.dynamic_slice_in_dim(x, index, 1, dim) for n, x in arrays.items()}
       if len(arrays) > 1:
-        arrays = named_leaves(layers.merge_adapters(spec, nested(arrays)))
+        arrays = named_leaves(adapters.merge_adapters(spec, nested(arrays)))
       one = arrays[name].reshape(arrays[name].shape[indices:])
       return one.astype(wanted) if narrower else one
 

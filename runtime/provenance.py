@@ -26,6 +26,7 @@ NUMERICS = (
   "partitioning/dtypes.py",
   "partitioning/parallel",
   "partitioning/mesh.py",  # the order of devices is the order of sums
+  "partitioning/torus.py",  # likewise
   "partitioning/rules.py",
   "partitioning/verdict.py",  # placement
   "training/reference.py",  # of preferences

@@ -13,7 +13,8 @@ from configs import single
 from configs.schema import finalize
 from interop import export, hf_config, name_maps, peft_adapter
 from interop.export import ExportFolder, check_folder
-from models import layers, model_spec
+from models import model_spec
+from models.adapters import merge_adapters
 from partitioning.rules import named_leaves, nested
 from tests.interop import folders
 from tests.interop.test_export import exported
@@ -67,7 +68,7 @@ def test_b_a_is_the_update_of_each_kernel(case):
   with jax.enable_x64(True):
     arrays = arrays_of(config)
     merged = named_leaves(
-      jax.tree.map(np.asarray, layers.merge_adapters(model_spec(config), nested(arrays)))
+      jax.tree.map(np.asarray, merge_adapters(model_spec(config), nested(arrays)))
     )
   described = peft_adapter.adapter_config(model_spec(config), model_type, None)
   adapters, sizes = (
@@ -143,7 +144,7 @@ def test_one_adapter_of_a_fused_module_is_that_of_each_part(tmp_path):
   arrays = arrays_of(config) | peft_adapter.read(adapter, model_spec(config), "gpt2")
   with jax.enable_x64(True):
     merged = named_leaves(
-      jax.tree.map(np.asarray, layers.merge_adapters(model_spec(config), nested(arrays)))
+      jax.tree.map(np.asarray, merge_adapters(model_spec(config), nested(arrays)))
     )
   name = "transformer.h.1.attn.c_attn"
   tensor = name_maps.tensors(model_spec(plain), "gpt2")[f"{name}.weight"]

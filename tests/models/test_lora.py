@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import layers, model_spec, transformer
+from models import adapters, model_spec, transformer
 from models.layers import Linear
 from models.spec import RESIDUAL
 from partitioning.parallel.matmuls import Dropped, column_parallel
@@ -126,7 +126,7 @@ def test_merged_kernels_are_those_of_numpy_rounded_once(job):
   params["layers"]["mlp"]["up"]["kernel"] = params["layers"]["mlp"]["up"]["kernel"].astype(
     jnp.bfloat16
   )
-  found = layers.merge_adapters(model_spec(job.config), params)
+  found = adapters.merge_adapters(model_spec(job.config), params)
   assert {*named_leaves(found)} == {n for n in named_leaves(params) if "/lora_" not in n}
   for name, letters in (("up", "LDr,LrF->LDF"), ("down", "LFr,LrD->LFD")):
     layer = {key: np.asarray(x, np.float64) for key, x in params["layers"]["mlp"][name].items()}

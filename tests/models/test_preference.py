@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from models import layers, model_spec
+from models import adapters, model_spec
 from models.spec import LORA_B
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, make_job, place
@@ -129,7 +129,7 @@ def test_with_adapters_the_reference_is_the_model_without_them():
     at_zero = jax.device_put(base, job.state_shardings.params)
     (means, grads), (at_start, _) = measured(job, batch, params, at_zero)
     merged = [
-      jax.device_get(layers.merge_adapters(model_spec(job.config), tree)) for tree in (base, host)
+      jax.device_get(adapters.merge_adapters(model_spec(job.config), tree)) for tree in (base, host)
     ]
   assert at_start["loss"] == pytest.approx(np.log(2), rel=1e-12)
   reference = {

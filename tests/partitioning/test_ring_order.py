@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from partitioning import mesh as module
+from partitioning import torus as rings
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
 from tests.partitioning.test_mesh import Chip, whole
@@ -92,7 +93,7 @@ def test_tensor_in_a_pod_is_a_square_of_chips(placed):
 
 
 def test_an_axis_that_takes_part_of_a_row_would_be_a_line(placed, monkeypatch):
-  monkeypatch.setattr(module, "in_rings", lambda grid, axes: grid)
+  monkeypatch.setattr(rings, "in_rings", lambda grid, axes: grid)
   assert links(placed((16, 16), fsdp=64, tensor=4), "tensor", (16, 16), True).max() == 3
 
 
@@ -107,7 +108,7 @@ def test_an_axis_that_takes_part_of_a_row_would_be_a_line(placed, monkeypatch):
 )
 def test_other_meshes_stay_as_jax_places_them(placed, shape, sizes, monkeypatch):
   ours = placed(shape, **sizes)
-  monkeypatch.setattr(module, "in_rings", lambda grid, axes: grid)
+  monkeypatch.setattr(rings, "in_rings", lambda grid, axes: grid)
   np.testing.assert_array_equal(ours, placed(shape, **sizes))
 
 

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from processes import workdir_lease
+from processes.bucket_claims import BucketStorage
 from processes.workdir_lease import (
   LAST,
-  BucketStorage,
   Claims,
   LostError,
   OwnedError,
