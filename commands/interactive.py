@@ -127,7 +127,7 @@ def train(job: Job, workdir: str | epath.Path, callbacks: Sequence[Callback] = (
   """
   began, folder = time.monotonic(), epath.Path(workdir)
   given = copy.deepcopy(job.given)
-  if restore.adopt_schedule(given, folder):
+  if restore.adopt_schedule(given.optimizer, folder):
     job = building.job(given, job.devices)
   keys = job.config.processes
   watch = Watchdog(

@@ -43,7 +43,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   config, step, workdir = flags.CONFIG.value, flags.STEP.value, flags.workdir()
   logged = run_files.read(workdir)
   run_tokenizer.adopt(config, str(workdir))
-  restore.adopt_schedule(config, workdir)
+  restore.adopt_schedule(config.optimizer, workdir)
   [job] = build.prepare(flags.CONFIG)
   replay.check(job.config.task, job.devices.sizes)
   shared = splits.sharing(job.config.processes.start_timeout_seconds)

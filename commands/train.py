@@ -49,7 +49,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   parsed = copy.deepcopy(flags.CONFIG.value)
   run_tokenizer.adopt_missing(flags.CONFIG.value.data, flags.CONFIG.value.model, flags.workdir())
   splits.train_missing_tokenizer(flags.CONFIG.value)
-  restore.adopt_schedule(flags.CONFIG.value, flags.workdir())
+  restore.adopt_schedule(flags.CONFIG.value.optimizer, flags.workdir())
   [ready] = build.prepare(flags.CONFIG)
   workdir = flags.workdir()
   # What was given before anything was taken from the workdir.

@@ -35,6 +35,8 @@ SMALL = {
 # What only some configs need.
 OPTIONAL = {
   *("models.experts", "models.load_balance", "models.mlp", "models.preferences"),
+  *("models.adapters", "configs.schema.expert_checks"),
+  *("partitioning.torus", "processes.bucket_claims"),
   "models.latent_attention",
   "partitioning.parallel.expert_exchange",
   *("partitioning.parallel.batch_region", "partitioning.parallel.chunked_vocabulary"),

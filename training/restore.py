@@ -151,20 +151,20 @@ _SCHEDULE = ("schedule", "final_fraction", "decay", "warmup_steps", "decay_steps
 _SCHEDULE += ("warmup_tokens", "decay_tokens")
 
 
-def adopt_schedule(config: ConfigDict, workdir: epath.Path) -> bool:
+def adopt_schedule(keys: ConfigDict, workdir: epath.Path) -> bool:
   """Lets a run that resumes keep its own warm-up and decay, and continue its schedule.
 
   By default these are shares of training.steps, which may change. Where a key of the schedule is
   set to another value, the schedule is recomputed for all steps.
 
   Args:
-    config: not finalized yet.
+    keys: the section `optimizer` of a config that is not finalized yet.
     workdir: of the run, which need not exist.
 
   Returns:
     Whether there is a run to continue.
   """
-  folder, keys = workdir / FOLDER, config.optimizer
+  folder = workdir / FOLDER
   for step in reversed(integrity.steps(folder)):
     try:
       before = reading.read_json(folder / str(step), integrity.CONFIG)

@@ -157,7 +157,7 @@ def resumed_config(workdir, done, before, **now):
   (step / "config" / "metadata").write_text(json.dumps(began))
   config = base.get_config("lm")
   config.update_from_flattened_dict({**before, **now})
-  assert restore.adopt_schedule(config, epath.Path(workdir))
+  assert restore.adopt_schedule(config.optimizer, epath.Path(workdir))
   config = finalize.finalize(config, "cpu")
   record = {"old_record": {}, "new_record": {}, "done": done, "workdir": workdir}
   resume_policy.changes(began, forms.plain(config), **record)
@@ -215,9 +215,9 @@ def test_a_run_that_resumes_keeps_its_own_warm_up_and_decay(tmp_path, name):
 
 def test_a_new_run_has_no_schedule_to_continue(tmp_path):
   config = base.get_config("lm")
-  assert not restore.adopt_schedule(config, epath.Path(tmp_path))
+  assert not restore.adopt_schedule(config.optimizer, epath.Path(tmp_path))
   (tmp_path / "checkpoints" / "3" / "state").mkdir(parents=True)  # its config is lost
   (tmp_path / "checkpoints" / "3" / "record").mkdir()
   (tmp_path / "checkpoints" / "3" / "config").mkdir()
-  assert not restore.adopt_schedule(config, epath.Path(tmp_path))
+  assert not restore.adopt_schedule(config.optimizer, epath.Path(tmp_path))
   assert config == base.get_config("lm")
