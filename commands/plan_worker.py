@@ -145,7 +145,7 @@ def _formulas(request: Mapping[str, Any], formulas: Any) -> dict[str, Any]:
   )
   given, estimates = looked.given, looked.run()
   return {
-    "topology": f"{topology.slices}x{topology.name}" if topology.slices > 1 else topology.name,
+    "topology": topology.name_with_slices,
     "note": topology.note,
     "chip": topology.chip.name,
     "chips": looked.devices / topology.chip.devices_per_chip,

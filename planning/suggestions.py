@@ -74,7 +74,7 @@ def overrides_that_fit(target: Target, ready: Job, scale: float) -> Advice:
     needed = _needed(dataclasses.replace(target, topology=where).changed(changed))
     if needed is None:
       continue
-    name = "" if where is target.topology else where.name
+    name = "" if where is target.topology else where.name_with_slices
     one = Suggestion(changed, name, round(needed * scale))
     (fitting if one.bytes <= _MARGIN * where.chip.hbm_bytes else others).append(one)
   smallest = None if fitting else min(others, key=lambda one: one.bytes, default=None)
@@ -96,11 +96,10 @@ def candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict[
   Fewer rows of the global batch come last on the same devices: they change what is trained. Rows
   that are accumulated need as little for activations, but a sum of gradients beside.
   """
-  sizes, config = ready.devices.sizes, ready.config
+  sizes, config = _sizes_of_slice(ready), ready.config
   split = {"mesh.data": 1, "mesh.fsdp": sizes["data"] * sizes["fsdp"]}
-  one_slice = not ready.devices.slices
   steps: list[dict[str, Any]] = []
-  if sizes["data"] > 1 and one_slice:
+  if sizes["data"] > 1:
     steps.append(split)
   with_split = bool(steps)
   for recompute in _recomputing(ready):
@@ -122,7 +121,7 @@ def candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict[
       fewest["training.gradient_accumulation_steps"] = 1
     steps.append({**most, **moved, **fewest})
   yield from ((topology, step) for step in steps)
-  if one_slice and topology.platform != "cpu":  # more simulated devices have no more memory
+  if topology.platform != "cpu":  # more simulated devices have no more memory
     yield from _larger(ready, topology, {**most, **moved})
 
 
@@ -160,26 +159,36 @@ def _recomputing(ready: Job) -> Iterator[dict[str, str]]:
       yield {key: text}
 
 
+def _sizes_of_slice(ready: Job) -> dict[str, int]:
+  over = ready.devices.slices
+  return {axis: size // over.get(axis, 1) for axis, size in ready.devices.sizes.items()}
+
+
 def _larger(
   ready: Job, topology: Topology, changed: Mapping[str, Any]
 ) -> Iterator[tuple[Topology, dict[str, Any]]]:
-  """Yields slices of twice as many devices, and so on, whose devices split the parameters.
+  """Yields twice as many devices, and so on, whose slices split the parameters over fsdp.
 
-  As far as there are slices of that size.
+  Larger slices, and where there are none of that size twice as many slices, along data.
   """
-  sizes, shape = ready.devices.sizes, list(topology.shape)
+  sizes, over, shape = _sizes_of_slice(ready), dict(ready.devices.slices), list(topology.shape)
   rows = ready.config.data.global_batch_size
   rest = math.prod(size for axis, size in sizes.items() if axis not in ("data", "fsdp"))
   most = most_chips(topology.chip.name)
   for _ in range(6):
-    shape[shape.index(min(shape))] *= 2
-    if most and math.prod(shape) > most:
-      return
+    where, more = topology, {}
+    if most and 2 * math.prod(shape) > most:
+      over["data"] = 2 * over.get("data", 1)
+      more = {"mesh_dcn.data": over["data"]}
+      where = dataclasses.replace(topology, slices=math.prod(over.values()))
+    else:
+      shape[shape.index(min(shape))] *= 2
     name = f"{topology.chip.name}:{'x'.join(map(str, shape))}"
-    larger = dataclasses.replace(topology, name=name, shape=tuple(shape))
+    larger = dataclasses.replace(where, name=name, shape=tuple(shape))
     fsdp = larger.devices // rest
-    batch = {} if rows % fsdp == 0 else {"data.global_batch_size": fsdp}
-    yield larger, {**changed, "mesh.data": 1, "mesh.fsdp": fsdp, **batch}
+    parts = fsdp * over.get("data", 1) * over.get("fsdp", 1)
+    batch = {} if rows % parts == 0 else {"data.global_batch_size": parts}
+    yield larger, {**changed, **more, "mesh.data": 1, "mesh.fsdp": fsdp, **batch}
 
 
 RESHARD = "partitioning.reshard_after_forward"

@@ -151,6 +151,11 @@ class Topology:
     return math.prod(self.shape) * self.chip.devices_per_chip
 
   @property
+  def name_with_slices(self) -> str:
+    """Returns `2xv5p:4x4x4`; the name alone of one slice."""
+    return f"{self.slices}x{self.name}" if self.slices > 1 else self.name
+
+  @property
   def platform(self) -> str:
     """Returns `tpu`, `gpu` or `cpu`."""
     return "cpu" if self.chip.name == "cpu" else "tpu" if self.chip.torus else "gpu"

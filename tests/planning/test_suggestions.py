@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import math
 import time
 
 import jax
@@ -11,7 +12,7 @@ from partitioning.rules import size_text
 from planning import aot, plan, suggestions
 from planning.topology import parse
 from reports import plan_report
-from runtime import units
+from runtime import chips, units
 
 CONSTANTS = "planning.constants=h100.hbm_bytes={}"
 
@@ -152,3 +153,34 @@ def test_the_advice_keeps_what_a_config_offloads(given, tried):
   job = aot.target_of(llama_of(given), "h100:1").job()
   changed = [one for _, one in suggestions.candidates(job, parse("h100:1"))]
   assert list(dict.fromkeys(one[key] for one in changed if key in one)) == tried
+
+
+@pytest.mark.parametrize(
+  ("topology", "over", "larger"),
+  [
+    # Slices that can be larger are; twice as many of those that cannot.
+    ("2xv6e:8x8", {}, [("2xv6e:16x8", 128, None), ("2xv6e:16x16", 256, None)]),
+    ("v6e:8x8", {"mesh_dcn.data": 2}, [("v6e:16x8", 128, None), ("v6e:16x16", 256, None)]),
+    ("v6e:16x16", {}, [("2xv6e:16x16", 256, 2), ("4xv6e:16x16", 256, 4)]),
+    ("2xv6e:16x16", {}, [("4xv6e:16x16", 256, 4), ("8xv6e:16x16", 256, 8)]),
+  ],
+)
+def test_more_devices_are_larger_slices_or_more_of_them(topology, over, larger):
+  config = importlib.import_module("configs.fsdp8").get_config("model=gpt2_124m")
+  found = parse(topology)
+  settings = {"mesh.fsdp": found.devices, "data.global_batch_size": 4096, **over}
+  config.update_from_flattened_dict({**settings, "model.model_size": 1024, "model.heads": 16})
+  target = aot.Target(config, found, chips.Rates(), ())
+  others = [
+    (where, changed)
+    for where, changed in suggestions.candidates(target.job(), found)
+    if where is not found
+  ]
+  names = [
+    (where.name_with_slices, changed["mesh.fsdp"], changed.get("mesh_dcn.data"))
+    for where, changed in others
+  ]
+  assert names[:2] == larger
+  where, changed = others[0]
+  job = dataclasses.replace(target, topology=where).changed(changed).job()
+  assert job.mesh.size == where.devices * math.prod(job.devices.slices.values())
