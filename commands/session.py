@@ -5,6 +5,7 @@ be refused, and returns the function to run; of verbs that are one process witho
 `run(*words)` does, or returns the exit code itself.
 """
 
+import copy
 import gc
 import importlib
 import io
@@ -60,11 +61,25 @@ def main(argv: list[str]) -> int:
 def with_others(keys: ConfigDict, workdir: epath.Path, act: Callable[[Watchdog], int]) -> int:
   """Joins the other processes of the run, and returns what `act` does, the exit code.
 
+  Where a process that dies is replaced, this one joins again, with the new one, and begins anew.
+
   Args:
     keys: the config's section `processes`.
     workdir: of the run.
     act: what this process does with them, under a watchdog.
   """
+  given = copy.deepcopy(flags.CONFIG.value)
+  while (code := _once_with_others(keys, workdir, act)) is None:
+    print(f"{groups.label()}abandons the step in flight: another process has died", flush=True)
+    groups.abandon()
+    flags.CONFIG.value = copy.deepcopy(given)
+  return code
+
+
+def _once_with_others(
+  keys: ConfigDict, workdir: epath.Path, act: Callable[[Watchdog], int]
+) -> int | None:
+  """Returns the exit code; None where another process has died, and is replaced."""
   try:
     on_tpu = not flags.SIMULATE.value and devices.hardware() == "tpu"
     group = groups.connect(
@@ -87,6 +102,9 @@ def with_others(keys: ConfigDict, workdir: epath.Path, act: Callable[[Watchdog],
       code = act(watch)
       watch.part()
   except Exception as error:  # whatever it is, the other processes must not wait for this one
+    if watch.survives(error):
+      _release(error)
+      return None
     named = extensions.placed(error)
     told = isinstance(named, extensions.UserCodeError) and not flags.DEBUG.value
     if group.alone and not told:
@@ -102,6 +120,14 @@ def with_others(keys: ConfigDict, workdir: epath.Path, act: Callable[[Watchdog],
   return code
 
 
+def _release(error: BaseException | None) -> None:
+  """Lets go of what the frames of an error and of its causes refer to, such as arrays."""
+  while error is not None:
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = None
+    error = error.__context__
+
+
 def _run(prepare: Callable[[Watchdog], Callable[[], int]], verb: str, watch: Watchdog) -> int:
   try:
     configs = {"config": flags.CONFIG.value, "against": flags.AGAINST.value}
@@ -112,6 +138,8 @@ def _run(prepare: Callable[[Watchdog], Callable[[], int]], verb: str, watch: Wat
   except preemption.Stopped:
     watch.leave()
   except Exception as error:
+    if watch.survives(error):
+      raise
     named = extensions.placed(error)
     if not isinstance(named, (ValueError, OSError, RuntimeError)):
       raise

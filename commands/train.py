@@ -120,6 +120,8 @@ def _run(data: splits.Data, start: restore.Start, watch: Watchdog) -> int:
   try:
     end = loop.train(data, start, watch, started=goodput.process_started(), observer=report)
   except (TrainingStoppedError, SaveError, CallbackError) as error:
+    if watch.survives(error):
+      raise
     if flags.DEBUG.value:
       traceback.print_exception(error)
     report.failed(error)

@@ -7,6 +7,7 @@ connects several processes it imports nothing.
 import collections
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -25,6 +26,10 @@ from runtime.printable import few, printable
 
 with epy.lazy_imports():  # a single process, or a command line that is refused, needs none of it
   import jax
+
+  # Nothing else lets go of a backend, so that the next one has the devices of the new group.
+  import jax.extend.backend
+  import psutil
 
   from processes import crash_output, jax_internals, listening, rendezvous, tokens
 
@@ -45,6 +50,7 @@ _SHUTDOWN_SECONDS = 300
 # Only the first few processes watch all others: N watching N would be N * N reads.
 WATCHERS = 8
 _MOST_UNSIGNED = 1000
+_PARTING_SECONDS = 2.0  # in which the others leave the service that process 0 runs
 # Never reached: before that, the watchdog ends a run that hangs, and names who is behind.
 _FOR_EVER_SECONDS = 7 * 24 * 3600
 
@@ -359,6 +365,8 @@ def connect(
   crash_output.divert("" if workdir is None else str(workdir), index, label(index))
   # SIGTERM is handled by `preemption`: JAX's own service would replace the handler.
   jax.config.update("jax_enable_preemption_service", False)
+  if replaceable():  # else the death of one process ends all others
+    jax.config.update("jax_enable_recoverability", True)
   alone_here = any(os.environ.get(n, "").partition("(")[0] == "1" for n in PER_HOST)
   jax.distributed.initialize(
     address,
@@ -413,8 +421,59 @@ def refuse(text: str, workdir: epath.Path | None = None) -> None:
 
 def part() -> None:
   """Disconnects at the end of a successful run, waiting for processes that are behind."""
-  if not _current.alone:
+  if _current.alone:
+    return
+  if replaceable():  # then JAX does not wait for them
+    _current.wait("parting", timeout_seconds=_SHUTDOWN_SECONDS)
+    if _current.first:
+      time.sleep(_PARTING_SECONDS)
+  jax.distributed.shutdown()
+
+
+# ------------------------------ after the death of another process ------------------------------
+
+
+def replaceable() -> bool:
+  """Returns whether a process that dies is replaced, and the others resume with the new one."""
+  return bool(os.environ.get(preemption.REPLACEABLE))
+
+
+class _NoStore:
+  """The store of a group that this process has left, for threads that do not know it yet."""
+
+  def __getattr__(self, name: str) -> Any:
+    raise jax.errors.JaxRuntimeError(f"CANCELLED: {name}: this process has left the group")
+
+
+def cut() -> None:
+  """Ends the connections to the other processes, from any thread: whatever waits for them raises.
+
+  Those of the coordination service stay: JAX ends a process that loses it before it has left.
+  """
+  _current.store = _NoStore()
+  with contextlib.suppress(jax.errors.JaxRuntimeError):
+    jax_internals.client().shutdown()
+  service = listening.split(_current.address)[1]
+  for one in psutil.Process().net_connections("tcp"):
+    if one.status == psutil.CONN_ESTABLISHED and service not in (one.laddr[1], one.raddr[1]):
+      with contextlib.suppress(OSError), socket.socket(fileno=os.dup(one.fd)) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def abandon() -> None:
+  """Leaves the group without the others, with all arrays and programs; `connect` joins again.
+
+  Nothing may refer to an array any more, or its memory stays in use.
+  """
+  global _current, _called
+  cut()
+  with contextlib.suppress(jax.errors.JaxRuntimeError):
     jax.distributed.shutdown()
+  jax_internals.forget_client()
+  _current, _called = Group(), False
+  jax.clear_caches()
+  jax.extend.backend.clear_backends()
+  gc.collect()
 
 
 _last_things: list[Callable[[], None]] = []

@@ -41,7 +41,7 @@ def divert(folder: str, index: int, who: str) -> None:
     index: of this process, in the name of the file.
     who: begins the line that is printed.
   """
-  if os.getpid() == 1 or sys.stderr is None:
+  if os.getpid() == 1 or sys.stderr is None or _helpers:
     return
   try:
     terminal, (read, write) = os.dup(2), os.pipe()

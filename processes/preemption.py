@@ -24,6 +24,9 @@ AGAIN_SECONDS = 1.0
 _CLEANUP_SECONDS = 5.0
 _POLLED_SECONDS = 3.0  # for the main thread to clean up, if it polls for a stop
 
+# Set by a launcher that starts a process which dies alone again, and tells the others by a signal.
+REPLACEABLE, PEER_LOST = "MESHWRIGHT_REPLACEABLE", signal.SIGUSR1
+
 # The requests in use, the newest last.
 _entered: list["StopRequest"] = []
 # Cleanups before this process is ended by `os._exit`; the newest last.
@@ -49,6 +52,7 @@ class StopRequest:
     requested: what has requested it; "" if nothing has.
     insisted: whether Ctrl-C was pressed again, clearly after the first request was announced: by
       someone who does not want to wait for a save.
+    peer_lost: whether a process of the run has died, and is replaced.
     polls: whether the main thread currently polls for a stop: then it gets a moment to clean up
       before the process is ended.
     wakeup: a file descriptor that becomes readable when a signal arrives.
@@ -57,6 +61,7 @@ class StopRequest:
   def __init__(self):
     """Requests nothing yet."""
     self.requested, self.insisted, self.polls = "", False, False
+    self.peer_lost = False
     self._announced: float | None = None
     self._heard = time.monotonic()  # when the pipe was empty
     self._take: Callable[[], bool] | None = None
@@ -71,6 +76,8 @@ class StopRequest:
   def __enter__(self) -> "StopRequest":
     """Installs the handlers."""
     numbers = [signal.SIGTERM, signal.SIGINT]
+    if os.environ.get(REPLACEABLE):
+      numbers.append(PEER_LOST)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
       numbers.append(signal.SIGHUP)
     self._terminals = [number for number in (0, 1, 2) if os.isatty(number)]
@@ -134,7 +141,9 @@ class StopRequest:
         self._leave_terminals()
       if number == signal.SIGINT and (take := self._take) is not None and take():
         continue
-      if number == signal.SIGINT and self._again():
+      if number == PEER_LOST:
+        self.peer_lost = True
+      elif number == signal.SIGINT and self._again():
         self.insisted = True
       elif number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         self.request(signal.Signals(number).name)

@@ -9,8 +9,10 @@ import collections
 import contextlib
 import faulthandler
 import math
+import os
 import pathlib
 import select
+import signal
 import sys
 import threading
 import time
@@ -26,7 +28,7 @@ from runtime import exit_codes
 from runtime.printable import printable
 
 with epy.lazy_imports():  # which a single process does not need
-  from processes import heartbeat
+  from processes import crash_output, heartbeat
 
 PERIOD_SECONDS = 0.25
 # If a period takes this much longer, the process was suspended, or the machine slept.
@@ -36,6 +38,7 @@ _ASLEEP_SECONDS = 3.0
 _SILENT_SHARE = 0.4
 # Input that is late by at least this share of the heartbeat timeout gets a warning.
 _LATE_SHARE = 0.3
+_ABANDON_SECONDS = 30.0  # for the main thread to give up a step whose peer has died
 _REMEMBERED = 50
 _CALLS = 4  # innermost calls of a thread that a warning names
 _POLLED_SECONDS = 3.0  # for cleaning up, if the main thread polls for a stop
@@ -99,6 +102,7 @@ class Watchdog:
     self._lengths: dict[str, collections.deque[float]] = {}  # kind -> seconds of the last ones
     self._changing = threading.Lock()
     self._leaving = False
+    self._lost_since: float | None = None  # when it was known that a peer has died
     self._told: float | None = None  # when the others were notified of the stop
     self._exchange: heartbeat.Exchange | None = None  # with the other processes
     if not group.alone:
@@ -118,7 +122,7 @@ class Watchdog:
 
   def __exit__(self, kind, error, trace) -> None:
     """Ends it; the others are notified of an error that ends this process."""
-    if error is not None and not isinstance(error, SystemExit):
+    if error is not None and not isinstance(error, SystemExit) and not self.survives(error):
       self.tell("failed", f"{kind.__name__}: {error}")
     self._closed.set()
     self._progress.measure(None)
@@ -183,6 +187,12 @@ class Watchdog:
     """Notifies the other processes of an end: `stop`, `left`, `refused` or `failed`."""
     if self._exchange:
       self._exchange.tell(what, text)
+
+  def survives(self, error: BaseException) -> bool:
+    """Returns whether an error is of a peer that is replaced, so that this process joins again."""
+    if self.group.alone or not groups.replaceable() or self.stop or self._leaving:
+      return False
+    return self.stop.peer_lost or crash_output.is_of_a_peer(error)
 
   def _disconnect(self) -> None:
     if self._exchange:
@@ -252,6 +262,9 @@ class Watchdog:
     self.stop.hear()
     if self.stop.insisted and not self._leaving:
       self._leave_unsaved()
+    if self.stop.peer_lost and not self.stop:
+      self._wait_for_main()
+      return
     if self.stop and self._told is None:
       self._told = time.monotonic()
       self.tell("stop", self.stop.requested)
@@ -278,6 +291,16 @@ class Watchdog:
     silence = self._exchange.silence(self._awake) if self._exchange else 0.0
     if self._kind == SAVING and silence > most:
       self._stuck(waited, f"a process without a heartbeat for {silence:.0f} s counts as stopped")
+
+  def _wait_for_main(self) -> None:
+    """Makes the main thread raise if it waits for a dead process; ends it if it does not."""
+    if self._lost_since is None:
+      self._lost_since = time.monotonic()
+      groups.cut()
+    if time.monotonic() - self._lost_since > _ABANDON_SECONDS:
+      seconds = f"{_ABANDON_SECONDS:g} s"
+      _print(f"{groups.label()}has not left {self._label!r} within {seconds}; it is replaced, too")
+      os.kill(os.getpid(), signal.SIGKILL)
 
   def _has_slept(self, seconds: float) -> None:
     """Accounts for a suspension of this process: no process is to blame for that time."""
@@ -330,7 +353,7 @@ class Watchdog:
 
   def _receive(self, what: str, index: str, notice: dict[str, str]) -> None:
     """Handles a notification of another process; runs in the thread of the exchange."""
-    if self._leaving:
+    if self._leaving or self.stop.peer_lost:
       return
     if what == "stop":
       self.stop.request(f"{notice['text']} to process {index}")

@@ -1,7 +1,7 @@
 """Starts the processes of one run on this machine, merges their logs, and leaves none behind.
 
-python -m processes.launch --processes=2 [--restarts=0] [--grace_seconds=30] [--report=FILE]
-  -- python main.py ...
+python -m processes.launch --processes=2 [--restarts=0] [--replacements=0] [--grace_seconds=30]
+  [--report=FILE] -- python main.py ...
 
 Each process sees JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. When one fails, it
 is named, its last lines are repeated (unless SIGKILL ended it), and the others are ended. SIGTERM,
@@ -10,9 +10,11 @@ second or more after the first was announced), or --grace_seconds, kills.
 SIGTERM goes to each process alone, not to its children: a shell in between must `exec`.
 
 --restarts=N runs the same command again after exit code 1, 75 or death by a signal.
+--replacements=N first starts processes that a signal has ended alone, N of them at most: the others
+abandon the step in flight, meet the new ones, and resume from the newest checkpoint.
 --report=FILE appends two lines of JSON for each start: {"pids": [...]} when all processes have
-started, {"codes": [...], "killed": [...]} when they have ended: exit codes (128 + n for signal n),
-and the indices of those that the launcher ended.
+started (and again when one is replaced), {"codes": [...], "killed": [...]} when they have ended:
+exit codes (128 + n for signal n), and the indices of those that the launcher ended.
 
 Exit codes: 0 all ended well; that of the process that failed first, and 128 + n where signal n
 killed it; 75 stopped after saving; 128 + n asked to stop by signal n and killed; 2 bad usage, or
@@ -56,6 +58,7 @@ import psutil
 
 from processes import reaper
 from processes.listening import free_port
+from processes.preemption import PEER_LOST, REPLACEABLE
 from runtime.exit_codes import DONE, FAILED, REFUSED, STOPPED, retryable
 
 RESTARTABLE = (FAILED, STOPPED)  # and death by signals
@@ -218,6 +221,8 @@ class Attempt:
     """
     self._options, self._log = options, log
     self._heard, self._announced = 0, math.inf
+    self._environment: dict[str, str] = {}
+    self._replaced = 0
     self._processes: list[Process] = []
     self._first: Process | None = None  # that failed
     self._terminate_at = self._kill_at = math.inf
@@ -259,27 +264,63 @@ class Attempt:
       "PYTHONUNBUFFERED": "1",
       "PYTHONFAULTHANDLER": "1",  # a peer's SIGABRT then shows where it was
     }
+    if self._options.replacements:
+      environment[REPLACEABLE] = "1"
+    self._environment = environment
     for index in range(count):
       if asked:  # the started ones wait for the others: there is nothing to save
         self._log.say(f"{index} of {count} processes were started; nothing has begun")
         return
-      popen = psutil.Popen(
-        self._options.command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        bufsize=0,
-        env={**environment, "JAX_PROCESS_ID": str(index)},
-        start_new_session=True,  # the terminal's Ctrl-C reaches the launcher alone
-        # Safe, as the launcher has one thread. The reaper says why the process does this itself.
-        preexec_fn=lambda: os.write(self._reaper.stdin.fileno(), b"+%d\n" % os.getpid()),
-      )
-      self._processes.append(Process(index, popen))
-      self._log.add(self._processes[-1])
+      self._processes.append(self._begin(index))
     pids = [process.popen.pid for process in self._processes]
     text = ", ".join(map(str, pids))
     self._log.say(f"started {count} processes (pid {text}), coordinator {address}")
     self._report(pids=pids)
+
+  def _begin(self, index: int) -> Process:
+    """Starts a process, and takes over its output; raises OSError as `start`."""
+
+    def before() -> None:
+      # By exec, an ignored signal stays ignored until the process is ready for it.
+      signal.signal(PEER_LOST, signal.SIG_IGN)
+      os.write(self._reaper.stdin.fileno(), b"+%d\n" % os.getpid())
+
+    popen = psutil.Popen(
+      self._options.command,
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      bufsize=0,
+      env={**self._environment, "JAX_PROCESS_ID": str(index)},
+      start_new_session=True,  # the terminal's Ctrl-C reaches the launcher alone
+      # Safe, as the launcher has one thread. The reaper says why the process does this itself.
+      preexec_fn=before,
+    )
+    process = Process(index, popen)
+    self._log.add(process)
+    return process
+
+  def _replace(self, ended: list[Process]) -> list[Process]:
+    """Starts those that a signal has ended again, as often as may be; returns the other ones."""
+    most = self._options.replacements
+    dead = [process for process in ended if process.code < 0 and not process.pressed]
+    others = [process for process in self._processes if process.code is not None]
+    if not dead or self._first or asked or [*others] != [p for p in others if p in dead]:
+      return ended
+    if self._replaced + len(dead) > most:
+      self._log.say(f"not replaced (--replacements={most})")
+      return ended
+    for process in dead:
+      self._replaced += 1
+      self._log.drain([process])
+      many = f"{self._replaced} of {most}"
+      self._log.say(f"process {process.index} ended: {process.how()}; replacement {many}")
+      self._processes[process.index] = self._begin(process.index)
+    for process in self._processes:
+      with contextlib.suppress(OSError):
+        os.kill(process.popen.pid, PEER_LOST)
+    self._report(pids=[process.popen.pid for process in self._processes])
+    return [process for process in ended if process not in dead]
 
   def wait(self) -> int:
     """Waits until no process is left, and returns the launcher's exit code."""
@@ -328,7 +369,7 @@ class Attempt:
     if any(process.code == -signal.SIGABRT for process in ended):
       time.sleep(SETTLE_SECONDS)
       ended += self._reap()
-    for process in sorted(ended, key=_consequence):
+    for process in sorted(self._replace(ended), key=_consequence):
       if process.code == DONE or process.pressed:
         continue
       grace = self._options.grace_seconds if process.code == STOPPED else OWN_END_SECONDS
@@ -465,11 +506,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
   )
   parser.add_argument("--processes", type=int, required=True, help="how many")
   parser.add_argument("--restarts", type=int, default=0, help="how often at most; 0")
+  parser.add_argument("--replacements", type=int, default=0, help="how many at most; 0")
   parser.add_argument("--grace_seconds", type=float, default=30, help="to save in; 30")
   parser.add_argument("--report", default="", help="the file for pids and exit codes; none")
   options = parser.parse_args(arguments[:split])
   options.command = arguments[split + 1 :]
-  for name, least in (("processes", 1), ("restarts", 0), ("grace_seconds", 0)):
+  for name, least in (("processes", 1), ("restarts", 0), ("replacements", 0), ("grace_seconds", 0)):
     if not getattr(options, name) >= least:
       parser.error(f"--{name}={getattr(options, name)}: must be at least {least}")
   if not options.command:

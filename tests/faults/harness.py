@@ -83,6 +83,7 @@ class Run:
     count: int = 2,
     launcher: bool = False,
     restarts: int = 0,
+    replacements: int = 0,
     slow: int | None = None,
     steps: int = STEPS,
     flags: tuple[str, ...] = (),
@@ -97,6 +98,7 @@ class Run:
       count: how many processes.
       launcher: whether `processes.launch` starts them, and not this class.
       restarts: the launcher's.
+      replacements: likewise.
       slow: the process whose reading `stall` stops.
       steps: that the run makes.
       flags: more of them.
@@ -114,6 +116,7 @@ class Run:
     number = len(list(workdir.parent.glob(f"{workdir.name}-*.out")))
     if launcher:
       before = ["-m", "processes.launch", f"--processes={count}", f"--restarts={restarts}"]
+      before.append(f"--replacements={replacements}")
       command = [*before, "--", sys.executable, *command]
     self.port = free_port()
     address = f"localhost:{self.port}"

@@ -365,4 +365,23 @@ ROWS = (
     "rows_text",
     12,
   ),
+  Row(
+    32,
+    "SIGKILL of one process, of process 0, or of two, in each phase, under "
+    "`processes.launch --replacements`",
+    40,
+    "what died is replaced and the others stay, or JAX ends all, which are replaced; exit 0; Same; "
+    "no process left behind",
+    "rows_in_place",
+    30,
+    note="If process 0 dies, JAX ends the others, and the launcher replaces them, too.",
+  ),
+  Row(
+    33,
+    "SIGKILL of one of four processes, and of another one during the recovery",
+    20,
+    "as in row 32",
+    "rows_in_place",
+    45,
+  ),
 )

@@ -412,3 +412,43 @@ def test_it_loads_nothing_that_starts_threads():
   code = "import processes.launch.__main__, sys; print(*sys.modules)"
   done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
   assert not {b"jax", b"numpy", b"training"} & {*done.stdout.split()}
+
+
+# ---- Replacements
+
+
+DIES = """
+mark(f"up-{index}-{os.getpid()}")
+ignored = signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+if index == 1 and not os.path.exists("again"):
+  wait_for("up")
+  open("again" if os.path.exists("died") else "died", "w").close()
+  os.kill(os.getpid(), signal.SIGKILL)
+mark("up")
+wait_for("again")
+time.sleep(0.2)
+print("stayed", ignored, sum(name.startswith(f"up-{index}-") for name in os.listdir()))
+"""
+
+
+def test_a_process_that_a_signal_has_ended_is_replaced_and_the_others_stay(launch):
+  launcher = launch(DIES, "--replacements=2")
+  assert launcher.end() == 0
+  assert sorted(launcher.out.splitlines()) == ["[0] stayed True 1", "[1] stayed True 3"]
+  for number in (1, 2):
+    text = f"process 1 ended: signal SIGKILL (9); replacement {number} of 2"
+    assert text in launcher.err
+  assert "restart" not in launcher.err
+
+
+def test_without_a_replacement_left_the_run_ends(launch):
+  launcher = launch(DIES, "--replacements=1")
+  assert launcher.end() == 128 + signal.SIGKILL
+  assert "launch: not replaced (--replacements=1)" in launcher.err
+  assert "process 1 failed first: signal SIGKILL (9)" in launcher.err
+
+
+def test_a_process_that_fails_by_itself_is_not_replaced(launch):
+  launcher = launch("sys.exit(index)", "--replacements=2")
+  assert launcher.end() == 1
+  assert "replacement" not in launcher.err

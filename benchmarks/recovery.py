@@ -1,0 +1,121 @@
+"""Seconds from the death of a process to the next finished step, of a run on this machine.
+
+python -m benchmarks.recovery [--processes=4] [--trials=2] [--steps_of_loss=5]
+
+Each trial trains a small decoder twice under `processes.launch`, and kills a process by SIGKILL
+some steps after a save: with --replacements, where it alone is started again, and with --restarts,
+where all are. A step counts that the run had not finished before: the steps since the save are
+repeated first. It prints both, and their ratio. The compiled programs are stored before the first
+trial.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SAVE_EVERY = 20
+PATIENCE_SECONDS = 600
+POLL_SECONDS = 0.02
+
+
+class Run:
+  """A run under the launcher; a context manager, which ends it."""
+
+  def __init__(self, folder: pathlib.Path, processes: int, *options: str):
+    """Starts it in a new folder with options of the launcher."""
+    self._workdir, self._report = folder / "run", folder / "report"
+    folder.mkdir()
+    self._log = folder / "log"
+    flags = [
+      "configs/dp4_tp2",
+      f"--config.mesh.data={processes}",
+      "--config.mesh.tensor=1",
+      f"--config.data.global_batch_size={4 * processes}",
+      "--config.training.steps=100000",
+      "--config.evaluation.every_steps=0",
+      f"--config.checkpoint.every_steps={SAVE_EVERY}",
+      "--config.metrics.every_steps=1",
+      "--config.metrics.report=False",
+    ]
+    command = [sys.executable, "-m", "processes.launch", f"--processes={processes}", *options]
+    command += [f"--report={self._report}", "--", sys.executable, "main.py", *flags]
+    with self._log.open("wb") as log:
+      self._launcher = subprocess.Popen(
+        [*command, f"--workdir={self._workdir}"], cwd=ROOT, stdout=log, stderr=log
+      )
+
+  def __enter__(self) -> "Run":
+    """Returns itself."""
+    return self
+
+  def __exit__(self, *_) -> None:
+    """Kills the launcher, whose reaper kills the processes."""
+    self._launcher.kill()
+    self._launcher.wait()
+
+  def step(self) -> int:
+    """Returns the last step whose metrics are written; 0 before the first."""
+    found = 0
+    with contextlib.suppress(OSError):
+      for line in (self._workdir / "metrics.jsonl").read_text().splitlines():
+        with contextlib.suppress(ValueError):  # it is being written
+          found = json.loads(line).get("step", found)
+    return found
+
+  def wait_for_step(self, least: int) -> float:
+    """Waits until a step is finished; returns when that was seen, by the monotonic clock."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while self.step() < least:
+      if self._launcher.poll() is not None or time.monotonic() > until:
+        raise RuntimeError(f"step {least} was not reached:\n{self._log.read_text()}")
+      time.sleep(POLL_SECONDS)
+    return time.monotonic()
+
+  def kill(self, index: int) -> float:
+    """Kills a process; returns when."""
+    first = json.loads(self._report.read_text().splitlines()[0])
+    os.kill(first["pids"][index], signal.SIGKILL)
+    return time.monotonic()
+
+  def recovered(self, index: int, after: int) -> float:
+    """Kills a process after a step; returns the seconds to the next step that is new."""
+    self.wait_for_step(after)
+    killed = self.kill(index)
+    return self.wait_for_step(self.step() + 1) - killed
+
+
+def main() -> None:
+  """Prints the seconds of each trial, and the medians with their ratio."""
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--processes", type=int, default=4)
+  parser.add_argument("--trials", type=int, default=2)
+  parser.add_argument("--steps_of_loss", type=int, default=5, help="since the last save")
+  options = parser.parse_args()
+  ways = {"in place": "--replacements=1", "all restarted": "--restarts=1"}
+  seconds: dict[str, list[float]] = {way: [] for way in ways}
+  with tempfile.TemporaryDirectory() as folder:
+    with Run(pathlib.Path(folder) / "first", options.processes) as run:
+      run.wait_for_step(2)  # its programs are stored now
+    for trial in range(options.trials):
+      for way, option in ways.items():
+        name = f"{way}-{trial}".replace(" ", "-")
+        with Run(pathlib.Path(folder) / name, options.processes, option) as run:
+          killed = options.processes - 1 - trial % (options.processes - 1)  # not process 0
+          took = run.recovered(killed, SAVE_EVERY + options.steps_of_loss)
+        seconds[way].append(took)
+        print(f"{way}: process {killed} killed, a new step after {took:.1f} s", flush=True)
+  place, restart = (statistics.median(found) for found in seconds.values())
+  print(f"medians: {place:.1f} s in place, {restart:.1f} s restarted: {place / restart:.2f} of it")
+
+
+if __name__ == "__main__":
+  main()
