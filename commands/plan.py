@@ -34,7 +34,12 @@ def run() -> int:
     return exit_codes.FAILED
   more = [found["memory"]] if flags.MEMORY.value else []
   if (flags.NODES.value, flags.FAILURES.value) != (None, None):
-    more += with_failures(found["plan"], config.planning, config.checkpoint.every_steps)
+    more += with_failures(found["plan"], config.planning, config.checkpoint)
+  if copies := found["plan"]["memory_copies_bytes"]:
+    more.append(
+      f"checkpoints in memory: {units.size(copies)} of each node's memory, twice its part of the "
+      f"state and what a peer is sent of it"
+    )
   workdir.mkdir(parents=True, exist_ok=True)
   files.replace(workdir / "plan.json", json.dumps(found["plan"], indent=2) + "\n")
   files.replace(workdir / "plan.html", found["html"])
@@ -42,13 +47,13 @@ def run() -> int:
   return exit_codes.DONE if found["plan"]["fits"] else exit_codes.CHECK_FAILED
 
 
-def with_failures(plan: dict[str, Any], keys: ConfigDict, every_steps: int) -> list[str]:
+def with_failures(plan: dict[str, Any], keys: ConfigDict, saves: ConfigDict) -> list[str]:
   """Returns lines on what failures of nodes cost the run, and adds `goodput` to a plan.
 
   Args:
     plan: as plan.json has it.
     keys: the section `planning`.
-    every_steps: between two saves, as the config has it.
+    saves: the section `checkpoint`.
 
   Raises:
     ValueError: a number is not above zero, or the run would hardly ever reach a save.
@@ -86,9 +91,26 @@ def with_failures(plan: dict[str, Any], keys: ConfigDict, every_steps: int) -> l
     f"  a save blocks for {long_text(faults.block_seconds)} and is written in "
     f"{long_text(faults.write_seconds)}, a restart takes {long_text(faults.restart_seconds)}",
   ]
-  if 0 < every_steps < plan["steps"]:
-    given = goodput.simulate(training, every_steps * step, faults)
-    lines.insert(1, f"  {100 * given.share:.1f} % with checkpoint.every_steps={every_steps:,}")
+  every_steps, in_memory = saves.every_steps, saves.memory_every_steps
+  if not 0 < every_steps < plan["steps"]:
+    return lines
+  given = goodput.simulate(training, every_steps * step, faults)
+  lines.insert(1, f"  {100 * given.share:.1f} % with checkpoint.every_steps={every_steps:,}")
+  if in_memory:
+    with_memory = dataclasses.replace(
+      faults,
+      memory_interval_seconds=in_memory * step,
+      memory_block_seconds=written / plan["node_host_bandwidth"],
+      memory_covers=keys.memory_covers,
+    )
+    both = goodput.simulate(training, every_steps * step, with_memory)
+    plan["goodput"]["in_memory"] = dataclasses.asdict(both)
+    lines.insert(
+      2,
+      f"  {100 * both.share:.1f} % with checkpoint.memory_every_steps={in_memory:,} beside it: "
+      f"{100 * keys.memory_covers:.0f} % of failures resume from memory; steps run again "
+      f"{100 * both.again:.1f} %, saves {100 * both.saving:.1f} % of the time",
+    )
   return lines
 
 

@@ -3,8 +3,9 @@
 A run is simulated step by step of its failures, which arrive at random at the rate of all nodes
 together. A save blocks training while the state is copied to the host, and is there when it has
 been written to storage meanwhile; after a failure the run restarts from the newest save that is
-there. Rates: 419 unexpected interruptions of 16,384 GPUs in 54 days, 8 of them a node (Llama 3,
-arXiv:2407.21783, section 3.3.4). The interval between saves is checked against Young (1974,
+there. Saves to the memory of hosts come between: they are there at once, and lost with a share of
+the failures. Rates: 419 unexpected interruptions of 16,384 GPUs in 54 days, 8 of them a node (Llama
+3, arXiv:2407.21783, section 3.3.4). The interval between saves is checked against Young (1974,
 doi:10.1145/361147.361115) and Daly (2006, doi:10.1016/j.future.2004.11.016).
 """
 
@@ -31,6 +32,9 @@ class Faults:
     write_seconds: after which a save is there.
     restart_seconds: from a failure to the next step: it is noticed, nodes are replaced, processes
       start, the state is read.
+    memory_interval_seconds: of training between two saves to memory; inf: there are none.
+    memory_block_seconds: that each of these keeps the run from training.
+    memory_covers: share of the failures after which the newest of these is whole.
   """
 
   nodes: int
@@ -38,6 +42,9 @@ class Faults:
   block_seconds: float
   write_seconds: float
   restart_seconds: float
+  memory_interval_seconds: float = math.inf
+  memory_block_seconds: float = 0.0
+  memory_covers: float = 0.0
 
   @property
   def between_seconds(self) -> float:
@@ -103,8 +110,12 @@ def simulate(training_seconds: float, interval_seconds: float, faults: Faults) -
       f"{faults.between_seconds:,.0f} s, before a restart ({faults.restart_seconds:,.0f} s) and a "
       f"save after {interval_seconds:,.0f} s are done: restart or save faster, or use fewer nodes"
     )
-  random = np.random.default_rng(SEED)
-  left = np.full(RUNS, training_seconds)
+  random, between_memory = np.random.default_rng(SEED), faults.memory_interval_seconds
+  slower = 1 + faults.memory_block_seconds / between_memory  # by saves to memory, spread evenly
+  left = np.full(RUNS, training_seconds * slower)
+  interval_seconds, between_memory = interval_seconds * slower, between_memory * slower
+  cycle = interval_seconds + faults.block_seconds
+  stored = left  # when the newest save in storage began
   clock, saving, restarting, failures = (np.zeros(RUNS) for _ in range(4))
   starting = np.zeros(RUNS)  # of the run's own start no failure is the reason
   while (running := left > 0).any():
@@ -118,12 +129,20 @@ def simulate(training_seconds: float, interval_seconds: float, faults: Faults) -
     clock += np.where(running, np.minimum(life, starting) + up, 0.0)
     restarting += np.where(running, np.minimum(life, starting), 0.0)
     saving += np.where(running, begun * faults.block_seconds, 0.0)
-    left = np.where(ends, 0.0, np.where(fails, left - there * interval_seconds, left))
+    stored = np.where(there > 0, left - there * interval_seconds, stored)
+    kept = left - stored
+    if faults.memory_covers:
+      trained = begun * interval_seconds + np.minimum(up - begun * cycle, interval_seconds)
+      covered = random.random(RUNS) < faults.memory_covers
+      in_memory = np.floor(trained / between_memory) * between_memory
+      kept = np.where(covered, np.maximum(kept, in_memory), kept)
+    left = np.where(ends, 0.0, np.where(fails, left - kept, left))
     failures += fails
     starting = np.full(RUNS, faults.restart_seconds)
   total = clock.sum()
+  saving += training_seconds * (slower - 1)
   return Goodput(
-    interval_seconds,
+    interval_seconds / slower,
     share=RUNS * training_seconds / total,
     seconds=(clock.mean(), *np.quantile(clock, (0.1, 0.9))),
     failures=failures.mean(),

@@ -19,6 +19,7 @@ from planning.topology import Topology
 from runtime import hlo
 from runtime.chips import Rates
 from runtime.collectives import collectives
+from training.checkpointing import memory_tier
 from training.setup import Job
 from training.tasks import TASKS
 
@@ -171,6 +172,14 @@ class Plan:
     peak = self.topology.chip.flops * self.job.mesh.size
     return self.flops(causal=causal) / peak / self.step_seconds[1]
 
+  def _memory_copies(self) -> int:
+    """Returns the bytes of a node's memory that checkpoints in it take; 0 without any."""
+    if not self.job.config.checkpoint.memory_every_steps:
+      return 0
+    devices = enumerate(self.job.mesh.devices.flat)
+    node_of = {device: number // self.node_devices for number, device in devices}
+    return memory_tier.host_bytes(vars(self.job.placed_state), node_of)
+
   def as_json(self) -> dict[str, Any]:
     """Returns the content of plan.json; if the plan does not fit, speeds are null."""
     names = ("low", "expected", "high")
@@ -191,6 +200,7 @@ class Plan:
         math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.job.state)
       ),
       "nodes": math.ceil(self.job.mesh.size / self.node_devices),
+      "memory_copies_bytes": self._memory_copies(),
       "node_host_bandwidth": self.node_devices * self.topology.chip.host_bandwidth,
       "memory": self.memory,
       "memory_at_once": self.memory_at_once,

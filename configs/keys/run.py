@@ -283,6 +283,12 @@ PLANNING: Rows = {
     unit="seconds",
     least=0,
   ),
+  "memory_covers": Key(
+    0.9,
+    "of plan --nodes: share of failures after which checkpoints in memory are whole",
+    least=0,
+    below=1.000001,
+  ),
   "storage_bandwidth": Key(
     1e9,
     "of plan --nodes: bytes per second that a node writes of a checkpoint",

@@ -33,6 +33,7 @@ def test_a_machine_of_gpus_is_planned_by_formulas(main, tmp_path):
     "--topology=h200:8",
     f"--workdir={tmp_path}",
     *("--nodes=4", "--failures-per-node-day=0.5"),
+    "--config.checkpoint.memory_every_steps=5",
   ]
   code, out, err = plan(main, *arguments)
   assert (code, err) == (0, ""), (out, err)
@@ -47,6 +48,11 @@ def test_a_machine_of_gpus_is_planned_by_formulas(main, tmp_path):
   assert "\ngoodput of 4 nodes: " in out
   assert "  a failure every 12.0 h (0.5 per node and day), " in out
   assert fails["best"]["share"] == pytest.approx(1)  # 200 steps of milliseconds
+  # A node has all of the state, twice; no other node has more.
+  assert found["memory_copies_bytes"] == pytest.approx(2 * found["state_bytes"], rel=1e-3)
+  assert "\ncheckpoints in memory: " in out
+  assert "checkpoint.memory_every_steps=5 beside it: 90 % of failures resume from memory" in out
+  assert 0.99 < fails["in_memory"]["share"] < 1
   assert found["peak_bytes_per_device"] == found["memory_at_once"] < sum(found["memory"].values())
   table = out.partition("memory per device")[2].partition("peak, by formula: the sum")[0]
   parts = [re.split(r"  +", line.strip())[0] for line in table.splitlines()[2:] if line.strip()]

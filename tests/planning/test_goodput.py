@@ -1,5 +1,6 @@
 """Runs that fail are simulated; held to closed forms."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -47,6 +48,23 @@ def test_the_best_interval_is_daly_s():
     grows = math.exp((exact + block) / between)
     exact -= (grows * (1 - exact / between) - 1) / (-grows * exact / between**2)
   assert goodput.daly(LLAMA) == pytest.approx(exact, rel=0.01)
+
+
+def test_saves_in_memory_save_the_steps_of_the_failures_that_they_cover():
+  faults, interval, in_memory, slower = Faults(2048, 0.02, 0.0, 0.0, 300.0), 900.0, 30.0, 1.01
+  between, shares = faults.between_seconds, []
+  for covers in (0.0, 0.5, 1.0):
+    both = dataclasses.replace(
+      faults, memory_interval_seconds=in_memory, memory_block_seconds=0.3, memory_covers=covers
+    )
+    found = goodput.simulate(30 * DAY, interval, both)
+    shares.append(found.share)
+    assert found.saving >= found.share * 0.01 * (1 - 1e-9)
+  # As above: a life keeps k intervals with probability exp(-k interval / between).
+  for share, kept in ((shares[0], interval), (shares[2], in_memory)):
+    wanted = math.exp(-300 / between) * kept / math.expm1(kept * slower / between) / between
+    assert share == pytest.approx(wanted, rel=0.02)
+  assert shares[0] < shares[1] < shares[2]
 
 
 def test_without_failures_only_saves_cost():

@@ -31,7 +31,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -95,18 +95,24 @@ class Layout:
     digest: of the arrays, their shards and who holds them.
   """
 
-  def __init__(self, abstract: Any, hosts: Sequence[int]):
-    """Takes the state, and on which host each process is."""
+  def __init__(
+    self,
+    abstract: Any,
+    hosts: Sequence[int],
+    process_of: Callable[[jax.Device], int] = lambda device: device.process_index,
+  ):
+    """Takes the state, on which host each process is, and which process has a device."""
     self.abstract, self.hosts = abstract, tuple(hosts)
     self.leaves = named_leaves(abstract)
     self._holders: dict[tuple, Holders] = {}
     known: dict[Any, dict[tuple, Holders]] = {}  # many arrays are sharded alike
+    facts = []
     for name, leaf in self.leaves.items():
       if (alike := (leaf.sharding, leaf.shape)) not in known:
-        known[alike] = _holders(leaf.sharding, leaf.shape)
+        known[alike] = _holders(leaf.sharding, leaf.shape, process_of)
       self._holders.update({(name, index): by for index, by in known[alike].items()})
-    facts = [[name, leaf.shape, str(leaf.dtype)] for name, leaf in self.leaves.items()]
-    text = json.dumps([facts, list(self._holders.items())], default=str)
+      facts.append([name, leaf.shape, str(leaf.dtype), list(known).index(alike)])
+    text = json.dumps([facts, [list(one.items()) for one in known.values()]])
     self.digest = hashlib.sha256(text.encode()).hexdigest()
 
   def groups(self, process: int) -> set[Holders]:
@@ -128,7 +134,8 @@ class Layout:
     process, kind = part
     ours = [key for key, by in self._holders.items() if process in by]
     first = [key for key in ours if self.has((process, SENT), self._holders[key])]
-    rest = [key for key in ours if key not in {*first}] if kind == OWN else []
+    taken = {*first}
+    rest = [key for key in ours if key not in taken] if kind == OWN else []
     found, offset = [], 0
     for key in (*first, *rest):
       shape = tuple(stop - start for start, stop in key[1])
@@ -166,11 +173,15 @@ class Layout:
     return None if missing else taken
 
 
-def _holders(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[tuple, Holders]:
+def _holders(
+  sharding: jax.sharding.Sharding,
+  shape: Sequence[int],
+  process_of: Callable[[jax.Device], int],
+) -> dict[tuple, Holders]:
   """Returns index -> the processes with a device that holds it, in their order."""
   found: dict[tuple, set[int]] = {}
   for device, index in sharding.devices_indices_map(tuple(shape)).items():
-    found.setdefault(_bounds(index, shape), set()).add(device.process_index)
+    found.setdefault(_bounds(index, shape), set()).add(process_of(device))
   return {index: tuple(sorted(by)) for index, by in found.items()}
 
 
@@ -549,8 +560,13 @@ def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
-def bytes_per_process(layout: Layout) -> Iterator[int]:
-  """Yields the bytes of host memory that each process's copies take at most."""
-  for process in range(len(layout.hosts)):
-    peer = layout.peer_of(process)
-    yield 2 * (layout.size((process, OWN)) + (layout.size((peer, SENT)) if peer != process else 0))
+def host_bytes(abstract: Any, process_of: Mapping[jax.Device, int]) -> int:
+  """Returns the bytes of host memory that the copies of the first process take, and of its peer's.
+
+  Args:
+    abstract: the state, a tree of ShapeDtypeStructs with shardings.
+    process_of: device -> its process; each process has a host of its own.
+  """
+  layout = Layout(abstract, range(max(process_of.values()) + 1), process_of.__getitem__)
+  peer = layout.peer_of(0)
+  return 2 * (layout.size((0, OWN)) + (layout.size((peer, SENT)) if peer else 0))
