@@ -90,6 +90,7 @@ class Run:
     common: Sequence[str] = FLAGS,
     environment: Mapping[str, str] | None = None,
     forks: Forks | None = None,
+    before: Sequence[Sequence[str]] = (),
   ):
     """Starts it, or lets it go on.
 
@@ -105,6 +106,7 @@ class Run:
       common: those that come first, where they are not those of most rows.
       environment: more variables.
       forks: starts them as forks; None: as new interpreters.
+      before: of each process, the command that starts its own (`nsenter`).
     """
     self.count, self.steps, self.workdir, self.launcher = count, steps, workdir, launcher
     self.stalled = workdir.with_name(f"{workdir.name}-stalled")
@@ -136,7 +138,7 @@ class Run:
       with open(out, "wb") as output:
         self.popens.append(
           subprocess.Popen(
-            [sys.executable, *command],
+            [*(before[index] if before else ()), sys.executable, *command],
             cwd=ROOT,
             env=one,
             stdin=subprocess.DEVNULL,

@@ -384,4 +384,27 @@ ROWS = (
     "rows_in_place",
     45,
   ),
+  Row(
+    34,
+    "checkpoints in memory: SIGKILL of one or two of 2 or 4 processes of a host, at any step; "
+    "their copies stay, one's is lost, or all are",
+    48,
+    "resumes from the newest step in memory, or from storage where all copies are lost; at most "
+    "two intervals of memory made again; Same; no copy is left",
+    "rows_memory",
+    40,
+    note="Shards that one process has and its peer a copy of, and replicas, in turn.",
+  ),
+  Row(
+    35,
+    "checkpoints in memory of 2 hosts: one is replaced by an empty one, both are, a bit of a copy "
+    "changes, there is no space for any",
+    24,
+    "resumes from memory by what the other host sends; from storage; from an intact copy; the run "
+    "continues with a message, and resumes from storage. Same; no copy is left",
+    "rows_memory",
+    60,
+    note="Hosts are namespaces with a name and a /dev/shm of their own, which takes root. 4 "
+    "processes, sharded over all.",
+  ),
 )

@@ -214,7 +214,7 @@ class InMemory(Verified):
   def __str__(self) -> str:
     """Returns what is said of its origin."""
     sent = sum(p != source for p, taken in enumerate(self.sources) for source, _ in taken)
-    return f"in memory{f', {sent} of its parts on other hosts' if sent else ''}"
+    return f"in memory{f', {sent} of its parts from another process' if sent else ''}"
 
 
 @dataclasses.dataclass
@@ -264,7 +264,7 @@ class MemoryTier:
     self._pending: _Save | None = None
     self._bad: set[tuple] = set()  # copies whose bytes have changed
     self._sender: peer_transfer.Sender | None = None
-    self._over, self._told = threading.Event(), False
+    self._over, self._told = threading.Event(), ""
     self.seconds: list[float] = []
     self.lost = 0
 
@@ -501,21 +501,21 @@ class MemoryTier:
       self._folder.give_up()
     else:
       self._folder.drop(lambda order: order < newest, spare=True)
-    if text := why or join_reports(no_peers):
+    text = why or join_reports(no_peers) or self._text()
+    if text != self._told:  # a full memory stays full: once
       what = "is given up" if why else "has fewer copies"
-      self._say(f"WARNING: the save of step {save.step} to memory {what}: {text}")
-    elif not self._told:
-      self._told = True
-      self._say(self._text(save.step))
+      kept = text == self._text()
+      self._say(text if kept else f"WARNING: the save of step {save.step} to memory {what}: {text}")
+    self._told = text
 
-  def _text(self, step: int) -> str:
-    """Returns what the first save says: where, how much, how long."""
+  def _text(self) -> str:
+    """Returns what the first save says, and the first after one that has failed."""
     peer, size = self._layout.peer_of(self._me), self._layout.size
     own, other = size((self._me, OWN)), size((peer, SENT))
     beside = f" and {units.size(other)} of its peer" if other else ""
     return (
-      f"saved step {step} to memory: {units.size(own)} of each process{beside}, at most twice, in "
-      f"{self._folder.run}; it blocked for {self.seconds[-1]:.3g} s"
+      f"saves to memory: {units.size(own)} of each process{beside}, at most twice, in "
+      f"{self._folder.run}"
     )
 
   # ------------------------------ removing ------------------------------

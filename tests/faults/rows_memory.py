@@ -1,0 +1,168 @@
+"""Rows 34 and 35: what is lost of a run whose checkpoints are in memory, and where it resumes."""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
+
+from tests.faults import same
+from tests.faults.harness import CLASSIFIER, Run, saved, story
+from tests.faults.hosts import Hosts
+from tests.faults.plan import Trial
+from tests.faults.rows_kills import resumed
+from tests.faults.trying import Attempt, tried
+from training.checkpointing.memory_copies import RUN_ID, SHARED_MEMORY
+
+STEPS = 40
+STORED_EVERY = 15
+FLAGS = (f"--config.checkpoint.every_steps={STORED_EVERY}", "--config.checkpoint.keep=1")
+# Shards that one process has, and copies of them that its peer has; or replicas.
+SHARDED = ("--config.mesh.data=1", "--config.mesh.tensor=1", "--config.mesh.fsdp={count}")
+REPLICATED = ("--config.mesh.data={count}", "--config.mesh.tensor=1")
+
+
+def flags_of(layout: Sequence[str], count: int, every: int) -> tuple[str, ...]:
+  """Returns the flags of a run in a layout, which saves to memory every so many steps; 0: never."""
+  mesh = [flag.format(count=count) for flag in layout]
+  return (*FLAGS, *mesh, *([f"--config.checkpoint.memory_every_steps={every}"] if every else []))
+
+
+class Clean:
+  """Runs that nothing disturbs, one for each layout and number of processes."""
+
+  def __init__(self, folder: pathlib.Path):
+    """Runs nothing yet."""
+    self._folder, self._records = folder, {}
+
+  def of(self, layout: Sequence[str], count: int) -> same.Record:
+    """Returns what one has left, without a checkpoint in memory."""
+    if (layout, count) not in self._records:
+      workdir = self._folder / f"undisturbed-{len(self._records)}" / "run"
+      shutil.rmtree(workdir.parent, ignore_errors=True)
+      workdir.parent.mkdir(parents=True)
+      flags = flags_of(layout, count, 0)
+      with Run(workdir, count=count, steps=STEPS, flags=flags, common=CLASSIFIER) as run:
+        assert set(run.end()) == {0}, run.text()
+      self._records[layout, count] = same.record(workdir)
+    return self._records[layout, count]
+
+
+def memory_of(workdir: pathlib.Path) -> pathlib.Path:
+  """Returns the folder in memory of the run in a workdir."""
+  return pathlib.Path(SHARED_MEMORY) / f"meshwright-{os.getuid()}" / (workdir / RUN_ID).read_text()
+
+
+# ------------------------------ processes of one host ------------------------------
+
+
+def row_34(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
+  """Kills processes at any step; in turn their copies stay, are lost, or are all lost."""
+  clean = Clean(folder)
+
+  def one(attempt: Attempt) -> None:
+    chance, number = attempt.chance, attempt.number
+    layout = (SHARDED, REPLICATED)[number % 2]
+    count, every = (4, 2)[number % 3 > 0], chance.choice((1, 1, 2, 3))
+    killed = sorted(chance.sample(range(count), 2 if number % 4 == 3 else 1))
+    lost = ((), killed[:1], range(count))[number // 2 % 3]
+    # Of two processes neither has a copy of its own that the other one's does not replace.
+    attempt.does = (
+      f"{count} processes, {'sharded' if layout is SHARDED else 'replicated'}, saved every {every} "
+      f"steps, killed: {killed}, copies lost of: {[*lost]}"
+    )
+    step, workdir, flags = chance.randrange(4, STEPS - 3), attempt.workdir, ()
+    flags = flags_of(layout, count, every)
+    settings = {"count": count, "launcher": True, "restarts": 1, "steps": STEPS, "flags": flags}
+    with Run(workdir, **settings, common=CLASSIFIER) as run:
+      run.wait_for(f"step {step}/")
+      pids = run.pids()
+      for index in killed:
+        with contextlib.suppress(ProcessLookupError):
+          os.kill(pids[index], signal.SIGKILL)
+      for index in lost:
+        shutil.rmtree(memory_of(workdir) / f"process-{index}", ignore_errors=True)
+      run.wait_for("launch: restart 1 of")
+      stored, done = max(saved(workdir), default=0), max(at for at, _ in story(workdir))
+      assert run.end() == [0], run.text()
+      at = resumed(run.text().partition("launch: restart 1 of")[2])
+    attempt.seen.append(f"{done - at} of {done} steps made again")
+    assert at >= (stored if len(lost) == count else done - 2 * every), f"{at}, {done}, {stored}"
+    assert at == stored or len(lost) != count, f"{at} is in no memory"
+    assert not memory_of(workdir).exists(), "copies are left"
+    same.check(workdir, clean.of(layout, count))
+
+  return tried(34, range(seed, seed + trials), folder, one)
+
+
+# ------------------------------ hosts ------------------------------
+
+
+def row_35(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
+  """Takes hosts with all they have away, changes a bit of a copy, or leaves no space for any."""
+  clean = Clean(folder)
+  what = (one_host_lost, a_bit_changed, hosts_lost, no_space)
+
+  def one(attempt: Attempt) -> None:
+    disturb = what[attempt.number % len(what)]
+    attempt.does = f"4 processes on 2 hosts: {disturb.__doc__.partition('.')[0]}"
+    size = "16k" if disturb is no_space else "64m"
+    flags, pair = flags_of(SHARDED, 4, attempt.chance.choice((1, 2))), (0, 0, 1, 1)
+    step = attempt.chance.randrange(STORED_EVERY + 2, STEPS - 3)
+    with Hosts(attempt.folder / "hosts", 2, size) as hosts:
+      before = [hosts.entered(host) for host in pair]
+      settings = {"count": 4, "steps": STEPS, "flags": flags, "common": CLASSIFIER}
+      with Run(attempt.workdir, **settings, before=before) as run:
+        run.wait_for(f"step {step}/")
+        for popen in run.popens:
+          popen.kill()
+        run.end()
+        assert run.left_behind() == []
+        at_kill = run.text()
+      stored, done = max(saved(attempt.workdir)), max(at for at, _ in story(attempt.workdir))
+      from_memory = disturb(attempt, hosts)
+      with Run(attempt.workdir, **settings, before=before) as run:
+        assert set(run.end()) == {0}, run.text()
+        at = resumed(run.text())
+        assert disturb is not one_host_lost or "from another process" in run.text(), run.text()
+        assert ("is given up" in at_kill) == (disturb is no_space), at_kill
+      left = [hosts.shell(host, "find /dev/shm -type f") for host in range(2)]
+    attempt.seen.append(f"{done - at} of {done} steps made again")
+    assert at >= done - 4 if from_memory else at == stored, f"{at}, {done}, {stored}"
+    assert not any(left), left
+    same.check(attempt.workdir, clean.of(SHARDED, 4))
+
+  return tried(35, range(seed, seed + trials), folder, one)
+
+
+Disturb = Callable[[Attempt, Hosts], bool]  # returns whether memory still has a step
+
+
+def one_host_lost(attempt: Attempt, hosts: Hosts) -> bool:
+  """A host is replaced by one with nothing in its memory."""
+  hosts.shell(attempt.chance.randrange(2), "rm -rf /dev/shm/*")
+  return True
+
+
+def hosts_lost(attempt: Attempt, hosts: Hosts) -> bool:
+  """Both hosts are replaced."""
+  for host in range(2):
+    hosts.shell(host, "rm -rf /dev/shm/*")
+  return False
+
+
+def a_bit_changed(attempt: Attempt, hosts: Hosts) -> bool:
+  """A bit of the newest copy of a process has changed: the one before, or its peer's, is taken."""
+  newest = "ls -t /dev/shm/*/*/process-{0}/*-{0}.own | head -n 1".format(
+    attempt.chance.randrange(2)
+  )
+  script = f"printf x | dd of=$({newest}) bs=1 seek=99 conv=notrunc 2>&1"
+  hosts.shell(0, script)
+  return True
+
+
+def no_space(attempt: Attempt, hosts: Hosts) -> bool:
+  """Their memory is too small for a copy, from the first step on."""
+  del attempt, hosts
+  return False
