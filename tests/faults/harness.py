@@ -90,7 +90,7 @@ class Run:
     common: Sequence[str] = FLAGS,
     environment: Mapping[str, str] | None = None,
     forks: Forks | None = None,
-    before: Sequence[Sequence[str]] = (),
+    within: Sequence[Sequence[str]] = (),
   ):
     """Starts it, or lets it go on.
 
@@ -106,7 +106,7 @@ class Run:
       common: those that come first, where they are not those of most rows.
       environment: more variables.
       forks: starts them as forks; None: as new interpreters.
-      before: of each process, the command that starts its own (`nsenter`).
+      within: of each process, the command that starts its own (`nsenter`).
     """
     self.count, self.steps, self.workdir, self.launcher = count, steps, workdir, launcher
     self.stalled = workdir.with_name(f"{workdir.name}-stalled")
@@ -138,7 +138,7 @@ class Run:
       with open(out, "wb") as output:
         self.popens.append(
           subprocess.Popen(
-            [*(before[index] if before else ()), sys.executable, *command],
+            [*(within[index] if within else ()), sys.executable, *command],
             cwd=ROOT,
             env=one,
             stdin=subprocess.DEVNULL,

@@ -111,9 +111,9 @@ def row_35(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
     flags, pair = flags_of(SHARDED, 4, attempt.chance.choice((1, 2))), (0, 0, 1, 1)
     step = attempt.chance.randrange(STORED_EVERY + 2, STEPS - 3)
     with Hosts(attempt.folder / "hosts", 2, size) as hosts:
-      before = [hosts.entered(host) for host in pair]
+      within = [hosts.entered(host) for host in pair]
       settings = {"count": 4, "steps": STEPS, "flags": flags, "common": CLASSIFIER}
-      with Run(attempt.workdir, **settings, before=before) as run:
+      with Run(attempt.workdir, **settings, within=within) as run:
         run.wait_for(f"step {step}/")
         for popen in run.popens:
           popen.kill()
@@ -122,7 +122,7 @@ def row_35(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
         at_kill = run.text()
       stored, done = max(saved(attempt.workdir)), max(at for at, _ in story(attempt.workdir))
       from_memory = disturb(attempt, hosts)
-      with Run(attempt.workdir, **settings, before=before) as run:
+      with Run(attempt.workdir, **settings, within=within) as run:
         assert set(run.end()) == {0}, run.text()
         at = resumed(run.text())
         assert disturb is not one_host_lost or "from another process" in run.text(), run.text()
