@@ -52,7 +52,7 @@ def test_a_machine_of_gpus_is_planned_by_formulas(main, tmp_path):
   assert found["memory_copies_bytes"] == pytest.approx(2 * found["state_bytes"], rel=1e-3)
   assert "\ncheckpoints in memory: " in out
   assert "checkpoint.memory_every_steps=5 beside it: 90 % of failures resume from memory" in out
-  assert 0.99 < fails["in_memory"]["share"] < 1
+  assert fails["in_memory"]["saving"] > 0.9  # of a second, between steps of milliseconds
   assert found["peak_bytes_per_device"] == found["memory_at_once"] < sum(found["memory"].values())
   table = out.partition("memory per device")[2].partition("peak, by formula: the sum")[0]
   parts = [re.split(r"  +", line.strip())[0] for line in table.splitlines()[2:] if line.strip()]
