@@ -7,7 +7,8 @@ traced. The mesh is the one of `jax.set_mesh`; there is no default.
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -51,6 +52,7 @@ class ActivationLayout:
     collective_matmul: whether matmuls around a gathered or scattered sequence are rings.
     reshard_after_forward: whether gathered kernels are gathered again in the backward pass, and not
       kept for it.
+    slices: mesh axis -> slices that it spans, of the axes that span several.
     on_cpus: whether the devices are CPUs, for which `sharded_function.contracted` merges dims.
     checking: True while the layout is checked: failures are recorded and not raised, so that one
       message has all of them. The traced code is the same either way.
@@ -64,6 +66,7 @@ class ActivationLayout:
   gradient_dtype: jnp.dtype | None = None
   collective_matmul: bool = False
   reshard_after_forward: bool = True
+  slices: Mapping[str, int] = dataclasses.field(default_factory=dict)
   on_cpus: bool = False
   seen: list[Constraint] = dataclasses.field(default_factory=list)
 
@@ -157,6 +160,12 @@ def on_cpus() -> bool:
   """Returns whether the program is for CPUs; true outside of a layout."""
   layout = _LAYOUT.get()
   return layout is None or layout.on_cpus
+
+
+def slices_of(axes: Axes) -> int:
+  """Returns how many slices axes span together; 1 outside of a layout."""
+  layout = _LAYOUT.get()
+  return 1 if layout is None else math.prod(layout.slices.get(axis, 1) for axis in axes)
 
 
 def automatic_layout(caller: str = "the model") -> tuple[ActivationLayout, dict[str, int]]:

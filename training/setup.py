@@ -143,6 +143,7 @@ class Job:
         gradient_dtype=None if reduced == "compute" else jnp.dtype(reduced),
         collective_matmul=tables.collective_matmul,
         reshard_after_forward=tables.reshard_after_forward,
+        slices=self.devices.slices,
         on_cpus=self.devices.platform == "cpu",
       ),
       jax.default_matmul_precision(precision),

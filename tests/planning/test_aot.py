@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from configs import dp8
+from partitioning.constraints import activation_layout
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
 from partitioning.parallel import collectives as manual
@@ -191,6 +192,36 @@ def test_sparse_cores_scatter_what_they_can_cut(rows, padded, kind):
   options = compiler_options.of_device(mesh.devices.flat[0])
   text = jax.jit(region).lower(x, y).compile(compiler_options=options).as_text()
   assert {one.kind for one in collectives(text, mesh)} == {kind}
+
+
+@COMPILED
+@pytest.mark.plan
+@pytest.mark.parametrize(
+  ("slices", "width", "hidden"),
+  [(1, 8192, 28_672), (2, 16_384, 53_248)],  # MLPs of Llama 3 70B and 405B
+)
+def test_gradients_of_wide_mlps_are_scattered_within_the_slices_of_v6e(slices, width, hidden):
+  devices = aot.start(parse("v6e:16x16"), slices, ())
+  over = {"fsdp": slices} if slices > 1 else {}
+  mesh = make_mesh({**dict.fromkeys(AXES, 1), "fsdp": len(devices)}, devices, over)
+
+  def gradient(x, y):
+    return manual.reduce_scatter(jnp.einsum("td,tf->df", x, y), ("fsdp",), 0)
+
+  split = jax.sharding.NamedSharding(mesh, P("fsdp"))
+  x, y = (
+    jax.ShapeDtypeStruct((len(devices) * 2048, size), "bfloat16", sharding=split)
+    for size in (width, hidden)
+  )
+  region = jax.shard_map(
+    gradient, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False
+  )
+  with activation_layout({}, {}, slices=over):
+    lowered = jax.jit(region).lower(x, y)
+  compiled = lowered.compile(compiler_options=compiler_options.of_device(devices[0]))
+  kinds = {one.kind for one in collectives(compiled.as_text(), mesh)}
+  assert "reduce-scatter" in kinds
+  assert "all-reduce" not in kinds
 
 
 @pytest.mark.plan

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from partitioning import rules
+from partitioning.parallel import vocabulary
 from tests.parity.comparison import (
   FEATURES,
   MESHES,
@@ -32,6 +33,14 @@ def test_what_cpus_do_between_processes_instead_of_a_reduce_scatter(monkeypatch)
   ours = train("lm", "float64", {**MESHES["fsdp4_tensor2"], **SEQUENCE_PARALLEL})
   assert "all-to-all" in ours.trained.text
   assert "reduce-scatter" not in ours.trained.text
+  assert_equal(ours, reference("lm", "float64"), "float64")
+
+
+def test_the_gradient_of_a_table_that_is_summed_by_parts(monkeypatch):
+  asked = []
+  monkeypatch.setattr(vocabulary, "_parts", lambda *sizes: asked.append(sizes) or 4)
+  ours = train("lm", "float64", {**MESHES["fsdp4_tensor2"], **SEQUENCE_PARALLEL})
+  assert {rows for rows, _ in asked} == {36}  # of a device: tensor splits 72
   assert_equal(ours, reference("lm", "float64"), "float64")
 
 

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from partitioning.constraints import activation_layout
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
 from partitioning.parallel import collectives
 from partitioning.parallel.collectives import all_gather, total
+from runtime.collectives import collectives as found
 
 SIZES = {**dict.fromkeys(AXES, 1), "data": 2, "tensor": 4}
 X = np.arange(1.0, 17.0, dtype=np.float32)
@@ -61,8 +63,8 @@ def test_shard_map_divides_the_gradient_of_a_replicated_result_by_the_devices():
     ((4096, 32, 128), 0, 64, None),
     ((64, 3712), 0, 64, (1, 128)),  # 29: 30
     ((64, 3700), 0, 64, (1, 140)),
-    ((28_672, 8192), 1, 512, (0, 2432)),  # 224 = 2^5 x 7: 243 = 3^5
-    ((28_672, 8192), 1, 2048, (0, 2432)),
+    ((28_672, 8192), 1, 512, (0, 4096)),  # 224 = 2^5 x 7: 256, not 3^5
+    ((28_672, 8192), 1, 2048, (0, 4096)),
     ((14_336, 4096), 1, 256, (0, 2048)),  # 112 = 2^4 x 7: 128
     ((8192,), 0, 64, None),
   ],
@@ -142,3 +144,21 @@ def test_a_layout_for_tpus_changes_no_number_and_no_gradient():
   )(x[0], x)
   for ours, wanted in zip(found, (x.sum(axis=0), x[0], x.sum(axis=0)), strict=True):
     np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 16), (29 * 128, 8)])  # the second one is padded
+def test_a_scatter_over_slices_is_the_sum_of_all_devices_parts(shape):
+  x = np.random.default_rng(0).standard_normal((8, *shape)).astype(np.float32)
+  mesh = make_mesh({**dict.fromkeys(AXES, 1), "fsdp": 8}, slices={"fsdp": 2})
+
+  def scatter(x):
+    return collectives._padded_scatter(x[0], ("fsdp",), 1)
+
+  region = jax.shard_map(
+    scatter, mesh=mesh, in_specs=P("fsdp"), out_specs=P(None, "fsdp"), check_vma=False
+  )
+  with activation_layout({}, {}, slices={"fsdp": 2}):
+    lowered = jax.jit(region).lower(x)
+  np.testing.assert_allclose(lowered.compile()(x), x.sum(0), rtol=1e-5, atol=1e-5)
+  groups = [one.groups for one in found(lowered.compile().as_text(), mesh)]
+  assert sorted(map(len, groups)) == [2, 4]  # slices of four; then two of each place in them
