@@ -160,7 +160,7 @@ FORM = {
   **dict.fromkeys(("scoring_func", "topk_method"), _TEXTS),
   **dict.fromkeys(("rope_scaling", "rope_parameters"), _ROPES),
   "layer_types": OrNull([TEXT]),
-  **dict.fromkeys(("no_rope_layers", "mlp_only_layers"), OrNull([COUNT])),
+  **dict.fromkeys(("no_rope_layers", "mlp_only_layers", "full_attn_idxs"), OrNull([COUNT])),
   "n_shared_experts": OrNull(forms.whole(0)),
   "original_max_position_embeddings": OrNull(SIZE),
 }

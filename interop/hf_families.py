@@ -261,6 +261,34 @@ GPT_OSS = Names(
   ),
 )
 
+LFM_2 = Names(
+  {
+    **ENDS,
+    **_rows(
+      LAYER,
+      ("operator_norm", "D", "attention_norm"),
+      ("ffn_norm", "D", "mlp_norm"),
+      ("feed_forward.w1", "F D", "mlp/gate"),
+      ("feed_forward.w3", "F D", "mlp/up"),
+      ("feed_forward.w2", "D F", "mlp/down"),
+      ("self_attn.q_proj", "NH D", "attention/query"),
+      ("self_attn.k_proj", "KH D", "attention/key"),
+      ("self_attn.v_proj", "KH D", "attention/value"),
+      ("self_attn.out_proj", "D NH", "attention/out"),
+      ("self_attn.q_layernorm", "H", "attention/query_norm"),
+      ("self_attn.k_layernorm", "H", "attention/key_norm"),
+      (
+        *("conv.in_proj", "X+X+X D"),
+        *("attention/input_gate", "attention/output_gate", "attention/channels"),
+      ),
+      ("conv.out_proj", "D X", "attention/out"),
+    ),
+    f"{LAYER}conv.conv.weight": ("X 1 w", "layers/attention/taps"),
+    "model.embedding_norm.weight": ("D", "final_norm/scale"),
+  },
+)
+del LFM_2.rows["model.norm.weight"]
+
 # ------------------------------ config.json ------------------------------
 
 
@@ -520,6 +548,38 @@ FAMILIES: dict[str, Family] = {
       number("embedding_multiplier", "embedding_multiplier"),
       number("residual_multiplier", "residual_multiplier"),
       number("logits_scaling", "logits_divisor"),
+    ),
+  ),
+  "lfm2": Family(
+    *("Lfm2ForCausalLM", LFM_2),
+    {
+      "hidden_size": 2560,
+      "intermediate_size": 12_288,
+      "num_hidden_layers": 32,
+      "num_attention_heads": 32,
+      "num_key_value_heads": 8,
+      "vocab_size": 65_536,
+      "max_position_embeddings": 128_000,
+      "norm_eps": 1e-5,
+      "tie_word_embeddings": True,
+      "conv_L_cache": 3,
+      "block_multiple_of": 256,
+      "block_ffn_dim_multiplier": 1.0,
+      "block_auto_adjust_ff_dim": True,
+    },
+    (
+      *_COMMON[:2],
+      *(field("num_attention_heads", "heads"), parts.KV_HEADS, parts.HEAD_SIZE, parts.SCALE),
+      *(field("vocab_size", "vocabulary_size"), number("norm_eps", "norm_epsilon")),
+      *(parts.LFM_2_WIDTH, parts.LFM_2_TIED, parts.LFM_2_LAYERS, rope(1_000_000.0)),
+      parts.only("conv_bias", False),
+    ),
+    fixed={"query_key_norm": True, "activation": "silu"},
+    # Of the code that trained it; transformers reads none of them.
+    ignored=(
+      *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale"),
+      *("block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out", "theta"),
+      *("conv_use_xavier_init", "num_heads", "use_pos_enc"),
     ),
   ),
   "mixtral": Family(

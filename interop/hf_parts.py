@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from runtime import forms
-from runtime.layer_kinds import BIASES, is_sparse, layer_type
+from runtime.layer_kinds import BIASES, MIXER, is_sparse, layer_type
 from runtime.suggest import nearest
 
 Theirs = Mapping[str, Any]  # of a config.json, missing keys filled in
@@ -346,6 +346,75 @@ def _read_smollm_3(theirs: Theirs) -> dict[str, Any]:
 
 SMOLLM_3 = _windows(
   _read_smollm_3, "use_sliding_window", "no_rope_layers", "no_rope_layer_interval"
+)
+
+# ------------------------------ of LFM2 ------------------------------
+
+
+def _lfm_2_width(theirs: Theirs) -> dict[str, Any]:
+  """Returns the width of the MLP: two thirds of the key's, rounded up, unless a key says no."""
+  older = theirs.get("block_ff_dim") is not None  # which the class prefers
+  width = value_of(theirs, "block_ff_dim" if older else "intermediate_size")
+  if value_of(theirs, "block_auto_adjust_ff_dim", forms.FLAG):
+    width = int(2 * width / 3)
+    if theirs.get("block_ffn_dim_multiplier") is not None:
+      multiple = value_of(theirs, "block_multiple_of")
+      width = int(value_of(theirs, "block_ffn_dim_multiplier", forms.ABOVE_0) * width)
+      width = multiple * -(-width // multiple)
+  return {"feedforward_size": width}
+
+
+_LFM_2_WIDTH = ("intermediate_size", "block_ff_dim", "block_auto_adjust_ff_dim")
+LFM_2_WIDTH = Part(
+  (*_LFM_2_WIDTH, "block_ffn_dim_multiplier", "block_multiple_of"),
+  _lfm_2_width,
+  lambda model: {
+    "intermediate_size": model["feedforward_size"],
+    "block_auto_adjust_ff_dim": False,
+  },
+)
+LFM_2_TIED = Part(
+  ("tie_word_embeddings", "tie_embedding"),
+  lambda theirs: {
+    "tied_embeddings": value_of(
+      theirs,
+      "tie_embedding" if "tie_embedding" in theirs else "tie_word_embeddings",
+      forms.FLAG,
+    )
+  },
+  lambda model: {"tie_word_embeddings": model["tied_embeddings"]},
+)
+_CONVOLUTION = "conv"  # in layer_types
+
+
+def _lfm_2_layers(theirs: Theirs) -> dict[str, Any]:
+  """Returns which layers have attention; the others have a short convolution."""
+  layers, kinds = value_of(theirs, "num_hidden_layers"), theirs.get("layer_types")
+  if kinds is None:
+    listed = theirs.get("full_attn_idxs")
+    full = [listed is None or layer in listed for layer in range(layers)]
+    kinds = [FULL if one else _CONVOLUTION for one in full]
+  if len(kinds) != layers or not {*kinds} <= {FULL, _CONVOLUTION}:
+    raise ValueError(
+      f"layer_types={short(kinds)}: {FULL} or {_CONVOLUTION} for each of the {layers} layers is "
+      f"needed"
+    )
+  if _CONVOLUTION not in kinds:
+    return {}
+  return {
+    "mixer": "short_convolution",
+    "convolution_size": value_of(theirs, "conv_L_cache"),
+    "layer_types": tuple("full" if one == FULL else MIXER for one in kinds),
+  }
+
+
+def _write_lfm_2_layers(model: Ours) -> dict[str, Any]:
+  kinds = [_CONVOLUTION if one == MIXER else f"{one}_attention" for one in types_of(model)]
+  return {"layer_types": kinds, "conv_L_cache": model["convolution_size"]}
+
+
+LFM_2_LAYERS = Part(
+  ("layer_types", "full_attn_idxs", "conv_L_cache"), _lfm_2_layers, _write_lfm_2_layers
 )
 
 # ------------------------------ rotary positions ------------------------------

@@ -15,6 +15,7 @@ import numpy as np
 from interop.hf_families import FAMILIES, Names, Row
 from models.spec import LAYERS, LORA_A, LORA_B, DecoderSpec
 
+_ONE = "1"  # an axis of one element, which no dim of ours is
 _EXPERTS = "E"  # the letter of experts, the first of their parameters in a layer
 
 
@@ -130,7 +131,8 @@ def _tensor(
     return None
   if not all(letters):
     raise ValueError(f"{name}: {', '.join(parameters)}: the model has only some of them")
-  axes = [re.split(r"[+|]", axis) for axis in dims.split(" ")]
+  every = dims.split(" ")
+  axes = [re.split(r"[+|]", axis) for axis in every if axis != _ONE]
   stacked = axes[0] == [_EXPERTS]
   axes = axes[stacked:]
   fused = next((number for number, axis in enumerate(axes) if len(axis) > 1), 0)
@@ -149,13 +151,15 @@ def _tensor(
     end += shape[fused]
   shape[fused] = end
   if not stacked:
+    lengths = iter(shape)
+    shape = [1 if axis == _ONE else next(lengths) for axis in every]
     return Tensor(name, tuple(shape), tuple(parts))
-  every = [
+  of_experts = [
     dataclasses.replace(part, place=(*place, expert), matrix=expert)
     for expert in range(sizes[_EXPERTS])
     for part in parts
   ]
-  return Tensor(name, (sizes[_EXPERTS], *shape), tuple(every))
+  return Tensor(name, (sizes[_EXPERTS], *shape), tuple(of_experts))
 
 
 def size_of(letters: str, sizes: Mapping[str, int]) -> int:
@@ -181,8 +185,8 @@ def joined(
     ours = ours[tuple(slice(0, sizes[letter]) for letter in part.letters)]
     order = [part.letters.index(letter) for letter in "".join(part.axes)]
     piece = ours.transpose(order).reshape(part.shape(sizes))
-    if piece.shape == tensor.shape:
-      return piece
+    if piece.size == math.prod(tensor.shape):
+      return piece.reshape(tensor.shape)
     if found is None:
       found = np.zeros(tensor.shape, piece.dtype)
     matrix = found if part.matrix is None else found[part.matrix]

@@ -303,7 +303,7 @@ def of_unit_length(x: Float[Array, "*X H"]) -> Float[Array, "*X H"]:
 
 
 class ShortConvolution(nnx.Module):
-  """out(output_gate(x) * convolution(input_gate(x) * value(x))). Source: LFM2, arXiv:2511.23404."""
+  """out(output_gate(x) * convolution(input_gate(x) * channels(x))). Source: LFM2, 2511.23404."""
 
   cached = ("channel_tails",)
 
@@ -312,7 +312,7 @@ class ShortConvolution(nnx.Module):
     self.dtype = spec.compute_dtype
     linear = functools.partial(Linear, spec=spec, rngs=rngs)
     self.input_gate, self.output_gate = linear(f"{name}/input_gate"), linear(f"{name}/output_gate")
-    self.value = linear(f"{name}/value")
+    self.channels = linear(f"{name}/channels")
     self.taps = draw_taps(spec, "wX", rngs)
     self.out = linear(f"{name}/out", scale=spec.out_scale)
     self.adapter_dropout = spec.lora.dropout
@@ -321,7 +321,7 @@ class ShortConvolution(nnx.Module):
   def dims(spec: DecoderSpec) -> dict[str, str]:
     """Returns parameter -> letters."""
     del spec
-    return {"(input_gate|output_gate|value)/kernel": "DX", "taps": "wX", "out/kernel": "XD"}
+    return {"(input_gate|output_gate|channels)/kernel": "DX", "taps": "wX", "out/kernel": "XD"}
 
   @staticmethod
   def flops(spec: DecoderSpec) -> int:
@@ -341,7 +341,7 @@ class ShortConvolution(nnx.Module):
     keys = (None, None) if key is None else jax.random.split(key)
     dropped = functools.partial(adapter_dropout, self.adapter_dropout, slots_T=rows.slots_BT[0])
     inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
-    projections = [self.input_gate, self.output_gate, self.value]
+    projections = [self.input_gate, self.output_gate, self.channels]
     before, after, v = column_parallel(x_BRD, projections, RESIDUAL, inputs)
     before, after, v = (
       named(x, name) for x, name in ((before, "query"), (after, "gate"), (v, "value"))

@@ -245,6 +245,13 @@ _OLMO_2 = {
   **{"query_key_norm": True, "query_key_norm_across_heads": True},
   **{"vocabulary_size": 100_352, "rotary_base": 500_000.0},
 }
+_LFM_2 = {
+  **{"norm_epsilon": 1e-5, "query_key_norm": True, "tied_embeddings": True, "rotary_base": 1e6},
+  **{"vocabulary_size": 65_536, "mixer": "short_convolution", "convolution_size": 3},
+  "layer_types": tuple(
+    "full" if layer in (2, 5, 8, 10, 12, 14) else "mixer" for layer in range(16)
+  ),
+}
 _SMOLLM_2 = {
   **{"head_size": 64, "norm_epsilon": 1e-5, "vocabulary_size": 49_152, "tied_embeddings": True},
   "rotary_base": 100_000.0,
@@ -359,6 +366,9 @@ PRESETS: dict[str, Preset] = {
   "smollm2_135m": Preset(2048, _sizes(30, 576, 1536, 9, 3, _SMOLLM_2)),
   "smollm2_360m": Preset(2048, _sizes(32, 960, 2560, 15, 5, _SMOLLM_2)),
   "smollm2_1_7b": Preset(2048, _sizes(24, 2048, 8192, 32, 32, _SMOLLM_2, rotary_base=130_000.0)),
+  "lfm2_350m": Preset(4096, _sizes(16, 1024, 4608, 16, 8, _LFM_2)),
+  "lfm2_700m": Preset(4096, _sizes(16, 1536, 6912, 24, 8, _LFM_2)),
+  "lfm2_1_2b": Preset(4096, _sizes(16, 2048, 8192, 32, 8, _LFM_2)),
   "smollm3_3b": Preset(4096, _sizes(36, 2048, 11_008, 16, 4, _SMOLLM_3)),
   "mixtral_8x7b": Preset(4096, _sizes(32, 4096, 14_336, 32, 8, _MIXTRAL), {"balance_loss": 0.02}),
   "mixtral_8x22b": Preset(4096, _sizes(56, 6144, 16_384, 48, 8, _MIXTRAL), {"balance_loss": 0.001}),

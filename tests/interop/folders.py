@@ -88,6 +88,7 @@ def read_with_numpy(name: str) -> dict[str, np.ndarray]:
     for part in tensor.parts:
       one = stored[tensor_name].astype(np.float64)
       one = one if part.matrix is None else one[part.matrix]
+      one = one.reshape(len(one), -1) if one.ndim > len(part.axes) else one  # of a convolution
       for axis, letters in enumerate(part.axes):
         size = np.prod([sizes[letter] for letter in letters], dtype=int)
         one = np.take(one, part.origin[axis] + part.strides[axis] * np.arange(size), axis=axis)

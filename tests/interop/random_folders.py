@@ -99,6 +99,13 @@ def keys_of(model_type: str, draw: random.Random) -> dict[str, Any]:
     found["final_logit_softcapping"] = draw.choice([None, 3.0])
   if model_type == "gemma2":
     found["attn_logit_softcapping"] = draw.choice([None, 2.0])
+  if model_type == "lfm2":
+    found.pop("head_dim")
+    found["norm_eps"] = found.pop("rms_norm_eps")
+    kinds = [draw.choice(["conv", "full_attention"]) for _ in range(found["num_hidden_layers"])]
+    found["layer_types"] = ["full_attention", *kinds[1:]]
+    found.update(conv_L_cache=draw.choice([2, 3, 5]), block_multiple_of=8)
+    found["block_auto_adjust_ff_dim"] = draw.choice([True, False])
   if model_type != "gemma3_text":
     return found | rotary(base, scaling)
   found["sliding_window_pattern"] = draw.choice([2, 3])

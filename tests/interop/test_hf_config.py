@@ -108,7 +108,8 @@ def test_both_notations_are_read_the_same_and_written_back(name):
   assert not [key for key in one if not hf_config.same_value(one[key], two[key])]
   given = folders.config_of(name)
   # What was written says the same where the original has the key, up to how a default is spelled.
-  for key in {*back} & {*given} - {"head_dim", "max_window_layers", "n_inner"}:
+  adjusted = {"intermediate_size", "block_auto_adjust_ff_dim"} if name == "lfm2" else {}
+  for key in {*back} & {*given} - {"head_dim", "max_window_layers", "n_inner", *adjusted}:
     same = hf_config.same_value(back[key], given[key])
     assert same or not (back[key] or given[key]), key
   assert back["architectures"] == given["architectures"]
@@ -256,16 +257,38 @@ def test_what_no_family_has_is_named_when_it_is_written():
     ("qwen2_5_7b", "qwen2"),
     ("qwen3_8b", "qwen3"),
     ("gemma2_9b", "gemma2"),
+    ("lfm2_1_2b", "lfm2"),
   ],
 )
 def test_the_family_of_a_model_is_found_by_what_it_has(preset, model_type):
   assert hf_config.write(model_of(preset), 24)["model_type"] == model_type
 
 
+# ------------------------------ LFM2 ------------------------------
+
+# As LFM2-1.2B's file has them: sizes under older names, layers by the numbers of those with
+# attention.
+LFM_2 = {
+  **{"model_type": "lfm2", "hidden_size": 2048, "num_hidden_layers": 16, "rope_theta": 1e6},
+  **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65_536, "norm_eps": 1e-5},
+  **{"block_ff_dim": 12_288, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0},
+  **{"block_auto_adjust_ff_dim": True, "conv_L_cache": 3, "conv_bias": False},
+  **{"full_attn_idxs": [2, 5, 8, 10, 12, 14], "tie_embedding": True, "block_norm_eps": 1e-5},
+}
+
+
+def test_lfm2s_file_is_its_preset():
+  found = hf_config.canonical(hf_config.read(LFM_2, "config.json").model)
+  wanted = hf_config.canonical({key: model_of("lfm2_1_2b")[key] for key in hf_config.KEYS})
+  assert not [key for key in wanted if not hf_config.same_value(found[key], wanted[key])]
+
+
 # ------------------------------ what is refused ------------------------------
 
 GEMMA_3 = {**LLAMA, "model_type": "gemma3_text", "num_key_value_heads": 2}
 REFUSED = [
+  (LFM_2, {"conv_bias": True}, "conv_bias=True: only False is read"),
+  (LFM_2, {"layer_types": ["conv"] * 15 + ["mamba"]}, "full_attention or conv for each of the 16"),
   (
     GEMMA_3,
     {"attn_logit_softcapping": 2.0},

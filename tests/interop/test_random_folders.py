@@ -20,7 +20,7 @@ SCRIPT = pathlib.Path(__file__).parent / "random_folders.py"
 # Those whose keys the script draws.
 DRAWN = (
   *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "phi3"),
-  *("qwen3_moe", "olmoe", "deepseek_v3"),
+  *("qwen3_moe", "olmoe", "deepseek_v3", "lfm2"),
 )
 LENGTH, LEAST_VOCABULARY = 20, 40  # as in the script, which needs torch
 

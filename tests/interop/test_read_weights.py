@@ -37,6 +37,7 @@ MESHES = {
   "mixtral": "fsdp8",
   "olmoe": "dp2_fsdp2_tp2",
   "phi3": "dp2_fsdp2_tp2",
+  "lfm2": "dp2_fsdp2_tp2",
   "qwen2": "dp4_tp2",
   "qwen3": "fsdp8",
   "qwen3_moe": "dp8",

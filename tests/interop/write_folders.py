@@ -67,6 +67,16 @@ FOLDERS = {
   ),
   "gpt2": ("gpt2", {}, "float32"),
   "phi3": ("phi3", {"pad_token_id": 0, "sliding_window": 7}, "bfloat16"),
+  "lfm2": (
+    "lfm2",
+    {
+      "num_hidden_layers": 4,
+      "layer_types": ["conv", "full_attention", "conv", "conv"],
+      "block_multiple_of": 8,
+      "rope": (1000.0, {}),
+    },
+    "bfloat16",
+  ),
   "mixtral": ("mixtral", {"num_local_experts": 6, "rope": (1000.0, {})}, "bfloat16"),
   "qwen3_moe": (
     "qwen3_moe",

@@ -307,7 +307,7 @@ def gated_delta(model, layer, x_TD, seen_TS, positions_T, **_):
 def short_convolution(model, layer, x_TD, seen_TS, positions_T, **_):
   """Returns the update of a layer with a gated short convolution, as in LFM2."""
   before, after, x = (
-    x_TD @ layer[f"attention/{name}/kernel"] for name in ("input_gate", "output_gate", "value")
+    x_TD @ layer[f"attention/{name}/kernel"] for name in ("input_gate", "output_gate", "channels")
   )
   out = after * convolved(before * x, layer["attention/taps"], positions_T)
   return out @ layer["attention/out/kernel"]
