@@ -199,7 +199,6 @@ DECODER: Rows = {
     excludes={
       "model.base_width": "muP has no rule for the sizes of mixers",
       "model.experts": "mixers are beside dense MLPs",
-      "mesh.stage": "a pipeline's stages are alike, and mixers are a stack of their own",
       "training.matmul_dtype": "8-bit matmuls are not for mixers, whose decays are matmuls too",
     },
   ),

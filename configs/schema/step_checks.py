@@ -175,6 +175,11 @@ def pipeline_errors(
       f"mesh.stage={stages}: {beside} of {model.layers} layers have no experts, and the stages of "
       f"a pipeline are alike; set mesh.stage=1"
     )
+  elif model.mixer != "none":
+    yield (
+      f"mesh.stage={stages}: model.mixer={model.mixer!r}: layers with mixers are a stack of their "
+      f"own, and the stages of a pipeline are alike; set mesh.stage=1"
+    )
   else:
     yield from _layers(model.layers, training, stages)
   batch = parts(partitioning.activations.batch, sizes)

@@ -216,7 +216,7 @@ def test_muon_on_a_mesh_gives_what_one_device_gives():
     ),
     ({**DELTA, "model.mixer_key_heads": 3}, "is not a multiple of model.mixer_key_heads=3"),
     ({**DELTA, "model.experts": 4}, "mixers are beside dense MLPs"),
-    ({**DELTA, "mesh.stage": 2}, "a pipeline's stages are alike"),
+    ({**DELTA, "mesh.stage": 2}, "the stages of a pipeline are alike; set mesh.stage=1"),
     ({**DELTA, "model.convolution_size": 9, "mesh.context": 4}, "needs 8 of them"),
   ],
 )
