@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 from ml_collections import ConfigDict
 
@@ -10,6 +11,7 @@ from commands import config_flag, flags, search_process
 from configs.keys.data import DATA
 from planning import search_results
 from planning.topology import parse
+from processes import preemption
 from reports import search_report
 from runtime import exit_codes, files
 from runtime.chips import overridden
@@ -33,9 +35,10 @@ def run() -> int:
     command,
   )
   found = []
-  for name in names:
-    one = search_process.of_topology(asked, name)
-    found.append(dataclasses.replace(one, price=prices.get(one.chip, prices.get("", 0.0))))
+  with preemption.undone(_say_what_is_kept) if config.planning.cache_dir else nullcontext():
+    for name in names:
+      one = search_process.of_topology(asked, name)
+      found.append(dataclasses.replace(one, price=prices.get(one.chip, prices.get("", 0.0))))
   say(search_report.text(found, flags.command_to_train()))
   parts = {"command": command, "topologies": [one.as_json() for one in found]}
   files.replace(workdir / "search.json", json.dumps(parts, indent=2) + "\n")
@@ -43,6 +46,10 @@ def run() -> int:
   files.replace(workdir / "search.html", page)
   say(f"page: {workdir / 'search.html'}")
   return exit_codes.DONE if any(one.fits for one in found) else exit_codes.CHECK_FAILED
+
+
+def _say_what_is_kept() -> None:
+  preemption.tell("search: the same command takes what was found so far and computes the rest")
 
 
 def _asked(planning: ConfigDict) -> tuple[list[str | None], Mapping[str, float]]:

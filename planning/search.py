@@ -184,8 +184,11 @@ class Search:
     self._expected = len(settings)
     if len(tables) > 1:
       self._expected += some * (len(tables) - 1) + some // 2 * _VARIANTS
-    before = len(formulas.known)
-    self._without_recomputing(settings[0], tables[0])  # which tells how long the others take
+    before = len(formulas.known) - len(formulas.seconds)
+    for setting in (one for one in settings if self._stages(one) == 1):
+      self._without_recomputing(setting, tables[0])
+      if formulas.seconds:  # a new one tells how long the others take
+        break
     known = f", {before} of them known from an earlier search" if before else ""
     meshes = f"{len(settings)} {'mesh' if len(settings) == 1 else 'meshes'}"
     self.tell(f"{meshes}, about {self._expected} settings by formula{known}{self._left()}")

@@ -219,6 +219,9 @@ def test_a_search_tells_how_long_it_will_take(tmp_path):
   expected = int(text.split()[3])
   assert len(formulas.used) / 2 <= expected <= 2 * len(formulas.used)
   assert all(re.search(r", about \d:\d\d left$", phase) for phase in phases[:-4])
+  again = search.Search(dataclasses.replace(formulas, used={}, seconds=[]), AXES, tell=told.append)
+  again.run()
+  assert told[1].endswith(f" settings by formula, {expected} of them known from an earlier search")
 
 
 def test_the_second_half_of_the_runs_divides_the_rows_of_the_best_in_other_ways(
