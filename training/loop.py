@@ -8,7 +8,7 @@ What they need is below: after which steps what is due (`Due`), the steps as the
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
@@ -39,6 +39,9 @@ from training.setup import Compiled
 from training.specs import BatchSpec
 from training.splits import Data
 from training.state import State
+
+if TYPE_CHECKING:
+  from training.recomputed_steps import RecomputedSteps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +141,13 @@ def begin(
     every=config.training.replica_check_every_steps,
     late=not job.devices.simulated,
   )
+  if every := config.training.recompute_every_steps:
+    from training.recomputed_steps import RecomputedSteps  # which few runs have
+
+    with Waiting("compiling the steps that are computed twice").show():
+      recomputed = RecomputedSteps(job, every, start.step)
+  else:
+    recomputed = None
   observer.compiled(start.step, last)
   lockstep, shown = Lockstep(watch.group, watch.stop), instruments.show(due.last).evaluating
   run = Run(
@@ -155,6 +165,7 @@ def begin(
     reader=MetricsReader(late=0 if job.devices.simulated else 1, check=bad_steps.check),
     debug_nans=debug_nans,
     replicas=replicas,
+    recomputed=recomputed,
     instruments=instruments,
     lockstep=lockstep,
     watch=watch,
@@ -190,6 +201,7 @@ class Run:
   reader: MetricsReader
   debug_nans: DebugNans
   replicas: ReplicaCheck
+  recomputed: "RecomputedSteps | None"
   instruments: Instruments
   lockstep: Lockstep
   watch: Watchdog
@@ -246,8 +258,12 @@ class Run:
       with self.instruments.paused("compile"):
         self.train_steps.after(self.done)
     self.watch.at(f"step {self.done + 1}: computing")
+    if self.recomputed:
+      self.recomputed.before_step(self.done + 1, self.state, batch)
     self.state, metrics = self.train_steps.after(self.done)(self.state, batch)
     self.done += 1
+    if self.recomputed:
+      self.recomputed.after_step(self.done, self.state)
     called = callbacks.due(self.callbacks, self.done)
     drain = called or self.evaluation_due() or self._save_due() or self.due.memory(self.done)
     self.debug_nans.after_step(self.done, self.state, metrics)

@@ -226,7 +226,7 @@ class ReplicaCheck:
       late: a check is read a step late, so that the device never waits for the host.
     """
     self._every, self._late = every, late
-    self._copies = Copies(_named(state) if every else {}, mesh)
+    self._copies = Copies(named_state(state) if every else {}, mesh)
     self._pending: tuple[int, jax.Array] | None = None
     self._checked: int | None = None
     if not self._copies.leaves:
@@ -264,7 +264,7 @@ class ReplicaCheck:
     self._read()
 
   def _begin(self, step: int, state: State) -> None:
-    arrays = _named(state)
+    arrays = named_state(state)
     self._pending = step, self._digests([arrays[name] for name in self._copies.leaves])
     self._checked = step
 
@@ -276,7 +276,7 @@ class ReplicaCheck:
       raise CopiesDifferError(step, found, _text(step, found, self._copies.leaves))
 
 
-def _named(state: State) -> dict[str, Any]:
+def named_state(state: State) -> dict[str, Any]:
   """Returns the leaves by the names that the layout gives them."""
   optimizer = named_leaves(state.optimizer, "optimizer/")
   variables = named_leaves(state.variables, "variables/")

@@ -256,6 +256,14 @@ TRAINING: Rows = {
     least=1,
     resume=MAY_CHANGE,
   ),
+  "recompute_every_steps": Key(
+    0,
+    "Compute every so many steps twice, the second time on other devices, and stop where the bits "
+    "differ; takes a second state's memory; 0: off.",
+    unit="steps",
+    least=0,
+    resume=MAY_CHANGE,
+  ),
   "replica_check_every_steps": Key(
     10,
     "Compare replicas of parameters and optimizer state, also before every save; 0: off.",

@@ -159,6 +159,7 @@ ELSEWHERE = {
   "training.callbacks",
   "training.max_rollbacks",
   "training.on_bad_step",
+  "training.recompute_every_steps",
   "training.replica_check_every_steps",
 }
 # Which validate.py refuses for a task without tokens, by checks of their own.
