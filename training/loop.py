@@ -507,8 +507,8 @@ class TrainSteps:
     with Waiting("compiling the train step").show():
       step = self._compile_step(*([] if shape == self._batches.ramp.last else [shape]))
     of = "" if alone else f" for {self._batches.text(shape)}"
-    did = "read the compiled" if step.stored else "compiled the"
-    say(f"{did} train step{of} in {step.seconds:.1f} s")
+    stored = " (it was stored)" if step.stored else ""
+    say(f"compiled the train step{of} in {step.seconds:.1f} s{stored}")
     self._compiled[shape] = step.function
     return step.function
 
