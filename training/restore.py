@@ -89,7 +89,7 @@ class Start:
     """Begins to change the folders of its checkpoints; all processes call it; raises OSError."""
     self.checkpointer.start_writing()
     if self.memory is not None:
-      self.memory.start_writing(self.owner)
+      self.memory.start_writing(self.owner, self.saved_part(self.state))
 
   def is_evaluated(self) -> bool:
     """Returns whether the evaluation of the step is in metrics.jsonl; all processes call it.

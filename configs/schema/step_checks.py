@@ -41,6 +41,15 @@ def finalize_precision(training: ConfigDict, optimizer: ConfigDict, accelerated:
     optimizer.state_dtype = stored
 
 
+def local_dir_errors(checkpoint: ConfigDict) -> Iterator[str]:
+  """Yields why checkpoints of a host cannot be kept in `checkpoint.local_dir`."""
+  if checkpoint.local_dir and not checkpoint.local_dir.startswith("/"):
+    yield (
+      f"checkpoint.local_dir={checkpoint.local_dir}: it is a folder of each host, with its full "
+      f"path, such as /mnt/disk0; storage that all hosts see is the workdir's"
+    )
+
+
 def precision_errors(training: ConfigDict, optimizer: ConfigDict) -> Iterator[str]:
   """Yields a line for each dtype that is none, or that does not go with the others."""
   stored, compute = training.parameter_dtype, training.compute_dtype

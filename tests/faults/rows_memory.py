@@ -120,7 +120,10 @@ def row_35(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
         run.end()
         assert run.left_behind() == []
         at_kill = run.text()
-      stored, done = max(saved(attempt.workdir)), max(at for at, _ in story(attempt.workdir))
+      stored, done = (
+        max(saved(attempt.workdir), default=0),
+        max(at for at, _ in story(attempt.workdir)),
+      )
       from_memory = disturb(attempt, hosts)
       with Run(attempt.workdir, **settings, within=within) as run:
         assert set(run.end()) == {0}, run.text()

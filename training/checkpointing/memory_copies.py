@@ -121,7 +121,7 @@ class CopyFolder:
     self._base = pathlib.Path(root or SHARED_MEMORY) / f"meshwright-{os.getuid()}"
     self.run = self._base / run
     self.path = self.run / f"process-{index}"
-    self._arrays: dict[pathlib.Path, np.ndarray] = {}  # of the files that were written here
+    self._arrays: dict[pathlib.Path, tuple[int, np.ndarray]] = {}  # inode and content of files
 
   # ------------------------------ reading ------------------------------
 
@@ -175,22 +175,37 @@ class CopyFolder:
       OSError: there is no space for it.
     """
     path, spare = self._writing(part), self.path / f"{part}.spare"
-    self.path.mkdir(parents=True, exist_ok=True)
-    if spare.exists():
+    if path not in self._arrays and spare.exists():
       self._rename(spare, path)
+    return self._allocated(path, count)
+
+  def reserve(self, part: str, count: int) -> None:
+    """Takes the memory of two copies before the first step, which the first saves then have.
+
+    Raises:
+      OSError: there is no space for it.
+    """
+    for path in (self._writing(part), self.path / f"{part}.spare"):
+      self._allocated(path, count)[...] = 0
+
+  def _allocated(self, path: pathlib.Path, count: int) -> np.ndarray:
+    self.path.mkdir(parents=True, exist_ok=True)
     descriptor = files.open_plain(path, os.O_RDWR | os.O_CREAT, mode=0o600)
     try:
       os.ftruncate(descriptor, count)
       if count:  # without it, the first write to a full file system would end the process
         os.posix_fallocate(descriptor, 0, count)
+      inode = os.fstat(descriptor).st_ino
     except OSError:
       self._unlink(path)
       raise
     finally:
       os.close(descriptor)
-    if len(self._arrays.get(path, ())) != count:
-      self._arrays[path] = _mapped(path, count, "r+")
-    return self._arrays[path]
+    known, array = self._arrays.get(path, (0, ()))
+    if known != inode or len(array) != count:  # also where another start has removed the file
+      array = _mapped(path, count, "r+")
+      self._arrays[path] = inode, array
+    return array
 
   def commit(self, header: Mapping[str, Any]) -> None:
     """Makes the buffer of a part a copy, with its JSON; raises OSError where that has no space."""

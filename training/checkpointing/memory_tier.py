@@ -12,7 +12,7 @@ How a run uses it, and a restart of part of its processes may; all processes mak
   tier = MemoryTier(local_dir, workdir, together=..., say=...)
   found = tier.newest(abstract_of, after=10)     # None, or an InMemory: .step, .config, .record
   tree = tier.restore(found)                     # a tree like `abstract_of(record)`, of arrays
-  tier.start_writing(owner)
+  tier.start_writing(owner, tree)
   tier.save(step, tree, config=..., record=...)  # after a step; the tree may then be donated
   tier.roll_back(step)                           # removes newer steps
   tier.finish()                                  # waits for the background
@@ -371,22 +371,28 @@ class MemoryTier:
 
   # ------------------------------ writing ------------------------------
 
-  def start_writing(self, owner: Ownership) -> None:
+  def start_writing(self, owner: Ownership, tree: Any) -> None:
     """Makes the folder on this host, and removes those of other runs whose workdir is gone.
 
     Args:
       owner: of the workdir, whose number the copies carry.
+      tree: what will be saved, as it is now.
 
     Raises:
       OSError: the workdir cannot be written.
     """
     self._owner = owner
+    self._layout = Layout(jax.tree.map(_abstract, tree), self._hosts)
+    peer = self._layout.peer_of(self._me)
     if self._together.first and not (self._workdir / RUN_ID).exists():
       files.replace(self._workdir / RUN_ID, self._run, require=self._owner.require)
     self._together.exchange("")  # the others may remove folders whose workdir has no such file
     with contextlib.suppress(OSError):  # the first save says it
       self._folder.open(self._workdir)
       self._folder.give_up()
+      self._folder.reserve(OWN, self._layout.size((self._me, OWN)))
+      if peer != self._me and (count := self._layout.size((peer, SENT))):
+        self._folder.reserve(SENT, count)
     self._listen()
 
   def _listen(self) -> None:
@@ -420,8 +426,6 @@ class MemoryTier:
     joined = time.monotonic() - began
     self.finish()
     began = time.monotonic() - joined
-    if self._layout is None:
-      self._layout = Layout(jax.tree.map(_abstract, tree), self._hosts)
     save = self._pending = _Save(step)
     array = None
     try:
