@@ -475,6 +475,11 @@ def test_one_line_says_what_does_not_go_together(recipe, keys, said):
     (CONVERSATIONS, f"{FILES} data.untrained_conversations=dorp", "one of refuse, drop; did"),
     ("vit", "training.attention_kernel=splash", "training.attention_kernel='splash': one of xla"),
     ("lm", "data.sequence_length=0", "data.sequence_length=0: at least 1"),
+    (
+      "lm",
+      "checkpoint.memory_every_steps=2 checkpoint.local_dir=gs://a/b",
+      "checkpoint.local_dir=gs://a/b: it is a folder of each host",
+    ),
     ("lm", "model.layers=0", "model.layers=0: at least 1"),
     ("lm", "model.heads=0", "model.heads=0: at least 1"),
     ("vit", "model.patch_size=0", "model.patch_size=0: at least 1"),
