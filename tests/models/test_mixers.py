@@ -167,7 +167,7 @@ def test_the_loss_is_numpys_and_documents_have_no_influence_on_others(keys):
   [
     ({}, DELTA),
     pytest.param({"mesh.data": 2, "mesh.tensor": 4}, DELTA, marks=pytest.mark.long),
-    pytest.param({"mesh.fsdp": 4, "mesh.context": 2}, CONVOLUTION, marks=pytest.mark.long),
+    pytest.param({"mesh.fsdp": 4, "mesh.tensor": 2}, CONVOLUTION, marks=pytest.mark.long),
   ],
 )
 def test_pieces_from_a_cache_give_what_the_whole_gives(mesh, keys):
