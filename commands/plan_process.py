@@ -214,15 +214,19 @@ def place(config: ConfigDict, topology: str, title: str) -> epath.Path | None:
     code.update(f"{path.name}\n".encode() + path.read_bytes())
   given = {key: value for key, value in forms.plain(config).items() if key != "planning"}
   given["planning"] = {k: v for k, v in config.planning.items() if k != "cache_dir"}
-  facts = [given, topology, title, everything(), code.hexdigest(), _compiler()]
+  facts = [given, topology, title, everything(), code.hexdigest(), _compilers()]
   if "folder" in config.model and config.model.folder:
     facts.append(hf_folder.digest(hf_folder.local(config.model.folder, "model.folder")))
   digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
   return epath.Path(config.planning.cache_dir).expanduser() / digest
 
 
-def _compiler() -> str:
-  try:
-    return importlib.metadata.version("libtpu")
-  except importlib.metadata.PackageNotFoundError:
-    return ""
+def _compilers() -> list[str]:
+  """Returns the versions of the compilers for TPUs and for GPUs; "" of what is not installed."""
+  found = []
+  for name in ("libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt"):
+    try:
+      found.append(importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+      found.append("")
+  return found

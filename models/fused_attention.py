@@ -11,6 +11,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from partitioning.constraints import on_gpus
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel.attention_blocks import Blocks, Facts, Scores, by_kind
 from partitioning.parallel.sharded_function import on_shards
@@ -115,10 +116,10 @@ def cudnn_attention(
     windows: the sliding windows of the kinds of layers; None: the full past.
     kind: which of them; None: the first.
     implementation: `cudnn`, or `xla`: JAX's in plain operations, with all scores. None: cudnn where
-      there are GPUs. Elsewhere, where a plan for GPUs is traced, blockwise attention: it saves the
-      same arrays for its backward pass.
+      the program is compiled for GPUs. Elsewhere, where a plan for GPUs is traced, blockwise
+      attention: it saves the same arrays for its backward pass.
   """
-  if implementation is None and jax.default_backend() == "gpu":
+  if implementation is None and on_gpus():
     implementation = "cudnn"
 
   def kernel(q, k, v, slots, kind) -> Array:

@@ -53,7 +53,7 @@ class ActivationLayout:
     reshard_after_forward: whether gathered kernels are gathered again in the backward pass, and not
       kept for it.
     slices: mesh axis -> slices that it spans, of the axes that span several.
-    on_cpus: whether the devices are CPUs, for which `sharded_function.contracted` merges dims.
+    platform: of the devices, where a program is compiled for them: cpu, gpu or tpu; else "".
     checking: True while the layout is checked: failures are recorded and not raised, so that one
       message has all of them. The traced code is the same either way.
     seen: the traced activations, in order, each once.
@@ -67,7 +67,7 @@ class ActivationLayout:
   collective_matmul: bool = False
   reshard_after_forward: bool = True
   slices: Mapping[str, int] = dataclasses.field(default_factory=dict)
-  on_cpus: bool = False
+  platform: str = ""
   seen: list[Constraint] = dataclasses.field(default_factory=list)
 
   def axes(self) -> set[str]:
@@ -159,7 +159,13 @@ def axes_splitting(letter: str) -> Axes:
 def on_cpus() -> bool:
   """Returns whether the program is for CPUs; true outside of a layout."""
   layout = _LAYOUT.get()
-  return layout is None or layout.on_cpus
+  return layout is None or layout.platform == "cpu"
+
+
+def on_gpus() -> bool:
+  """Returns whether the program is compiled for GPUs, attached or not."""
+  layout = _LAYOUT.get()
+  return jax.default_backend() == "gpu" or (layout is not None and layout.platform == "gpu")
 
 
 def slices_of(axes: Axes) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from partitioning.rules import bytes_per_device
 from planning import interconnect, terms, traced_step
 from planning.interconnect import Places, Wire
-from planning.roofline import Work, matmul_seconds
+from planning.roofline import Work, matmul_seconds, seconds_alone
 from planning.step_facts import StepFacts
 from planning.step_time import FROM_HOST, TO_HOST, HostTraffic, Sent, Times
 from runtime.chips import Chip, Rates
@@ -51,7 +51,7 @@ class Counted:
       # On GPUs float32 runs as TF32, at half the speed of bfloat16 (NVIDIA's data sheets).
       seconds = matmul_seconds(one, chip, rates) * (2 if wide and not chip.torus else 1)
       compute += runs * seconds
-      busy += runs * max(seconds, one.bytes / bandwidth)
+      busy += runs * seconds_alone(seconds, one.bytes / bandwidth, chip)
     found = [(term, _sent(term, size, wire, rates)) for term, size, wire in self.sent]
     hidden = sum(one.seconds for term, one in found if term.hidden)
     least = max(0.0, hidden - busy) / hidden if hidden else 0.0

@@ -25,7 +25,7 @@ from configs.schema import finalize, model_checks, validate
 from partitioning import rules
 from partitioning.mesh_sizes import resolve_sizes
 from partitioning.rules import HOST
-from planning import buffers
+from planning import buffers, gpu_target
 from planning.interconnect import Places, in_order
 from planning.step_facts import of_job
 from planning.topology import Topology, of_devices, parse, require_devices, with_slices
@@ -88,16 +88,17 @@ class Program:
   at_peak: buffers.Assignment | None = None
 
 
-def compiler_there() -> bool:
-  """Returns whether the compiler for TPUs is installed."""
-  return importlib.util.find_spec("libtpu") is not None
+def compiler_there(topology: Topology) -> bool:
+  """Returns whether the compiler for TPUs, or for a GPU of these, is installed."""
+  if topology.platform == "gpu":
+    return gpu_target.compiler_there(topology.chip)
+  return topology.platform == "tpu" and importlib.util.find_spec("libtpu") is not None
 
 
 def compiled_here(topology: Topology, here: Here) -> bool:
   """Returns whether there is a compiler for a topology; for attached devices, JAX's own."""
-  if is_attached(topology, here) or topology.platform == "cpu":
-    return True
-  return topology.platform == "tpu" and compiler_there()
+  attached_or_cpu = is_attached(topology, here) or topology.platform == "cpu"
+  return attached_or_cpu or compiler_there(topology)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +197,9 @@ def start(topology: Topology, slices: int, here: Here) -> tuple[Any, ...]:
   count = topology.devices * slices
   if is_attached(topology, here):
     return here
-  if topology.platform == "tpu" and compiler_there():
+  if topology.platform == "gpu" and compiler_there(topology):
+    return gpu_target.devices_of(topology.chip, count)
+  if topology.platform == "tpu" and compiler_there(topology):
     # Without `wrap` the compiler takes every axis for one without wraparound links.
     more: dict[str, Any] = {"wrap": (*topology.wraps(), False)[:3]}
     if slices > 1:
@@ -306,7 +309,7 @@ def memory_of(compiled: Any, platform: str) -> tuple[int, int]:
   host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
   if stats.host_temp_size_in_bytes:
     peak = min(peak, allocated)
-  if platform == "cpu":  # its peak excludes temporaries
+  if platform != "tpu":  # a CPU's peak excludes temporaries, a GPU's the gaps between them
     peak = allocated
   return peak, host
 

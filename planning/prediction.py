@@ -93,7 +93,7 @@ def accuracy_of_times(name: str) -> str:
     return "simulated devices share one machine; compare plans, not times"
   if name not in RECORDS:
     return f"unknown: no published run was predicted of {name}"
-  record, how = RECORDS[name], "" if name == COMPILED else ", by formula"
+  record, how = RECORDS[name], "" if name.endswith(", compiled") else ", by formula"
   return (
     f"of {record.runs} published runs ({name}{how}) half are predicted to "
     f"{_percent(record.median)} and all to {_percent(record.worst)}; the range of the step is "

@@ -1,7 +1,8 @@
 """Roofline costs of a compiled program on one device: FLOPs and bytes of each instruction.
 
 An instruction takes the longer of its FLOPs at the peak rate and its bytes at the HBM bandwidth
-(Williams et al. 2009, doi:10.1145/1498765.1498785).
+(Williams et al. 2009, doi:10.1145/1498765.1498785). On a GPU a matmul of which both take about as
+long takes longer than either.
 """
 
 import dataclasses
@@ -225,6 +226,9 @@ _PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 # Kernels that multiply rows by the kernel of their group; their last two operands are those
 # matrices: rows and kernels, or rows and the gradients of their results.
 _GROUPED = ("ragged-dot-none", "tgmm")
+# Kernels of NVIDIA's libraries in programs for GPUs.
+_CUBLAS = 'custom_call_target="__cublas$'
+_CUDNN = re.compile(r'custom_call_target="__cudnn\$fmha\w*?(Backward)?(?:F8)?"')
 _EIGHT_BIT = re.compile(r"(s8|u8|f8\w+)\[")
 
 
@@ -236,13 +240,15 @@ class Work:
     flops: of its matmuls; other arithmetic is bound by HBM bandwidth.
     bytes: read from and written to HBM.
     eight_bit: those of `flops` whose operands have 8 bits.
-    attention: those of `flops` in fused attention kernels, of traced programs.
+    attention: those of `flops` in fused attention kernels, of traced programs and on GPUs.
+    small_heads: as many as would take as long as attention loses by heads of fewer than 128.
   """
 
   flops: float
   bytes: float
   eight_bit: float = 0.0
   attention: float = 0.0
+  small_heads: float = 0.0
 
   def __add__(self, other: "Work") -> "Work":
     """Returns the sum."""
@@ -258,8 +264,30 @@ def matmul_seconds(work: Work, chip: Chip, rates: Rates) -> float:
   """Returns the seconds of the matmuls, at the achieved shares of the chip's peaks."""
   share = rates.matmul or chip.matmul
   wide = (work.flops - work.eight_bit - work.attention) / chip.flops
-  fused = work.attention / chip.flops / (chip.attention or share)
+  fused = (work.attention + work.small_heads) / chip.flops / (chip.attention or share)
   return (wide + work.eight_bit / chip.eight_bit_flops) / share + fused
+
+
+# On an H100 matmuls whose bytes take 0.17 of the time of their FLOPs (16384 x 2048 x 8192) run at
+# 767 to 806 TFLOP/s, of 0.65 (16384 x 2048 x 512) at 613 to 631, and of 0.68 (32768 x 768 x 768) at
+# 620 to 647 (docs/performance.md): as with this exponent. On TPUs a matmul's bytes are prefetched.
+_GPU_OVERLAP = 1.8
+# cuDNN's attention on an H100: 236 and 297 TFLOP/s with heads of 64 in rows of 1,024 and 2,048, and
+# 463 to 598 with heads of 128 in rows of 4,096 to 32,768: half as many for each exponential.
+_FULL_HEAD = 128
+
+
+def cudnn_attention(flops: float, size: float, head_size: int) -> Work:
+  """Returns the work of cuDNN's attention, of its FLOPs and bytes and the size of its heads."""
+  return Work(flops, size, 0.0, flops, flops * max(0.0, _FULL_HEAD / head_size - 1))
+
+
+def seconds_alone(matmuls: float, memory: float, chip: Chip) -> float:
+  """Returns the seconds of an instruction, of those of its matmuls and of its HBM traffic."""
+  if chip.torus or not matmuls or not memory:
+    return max(matmuls, memory)
+  power = _GPU_OVERLAP
+  return (matmuls**power + memory**power) ** (1 / power)
 
 
 class Costs:
@@ -283,6 +311,10 @@ class Costs:
       flops = _dot(computation, instruction)
     elif instruction.opcode == "convolution":
       flops = _convolution(computation, instruction)
+    elif instruction.opcode == "custom-call" and _CUBLAS in instruction.settings:
+      flops = _cublas(computation, instruction)
+    elif instruction.opcode == "custom-call" and (found := _CUDNN.search(instruction.settings)):
+      return _cudnn(computation, instruction, backward=bool(found[1]))
     elif instruction.opcode == "custom-call":
       return Work(_kernel(computation, instruction), 0)
     elif instruction.opcode == "fusion" or instruction.opcode.startswith("async"):
@@ -317,6 +349,8 @@ class Costs:
       return of_fusion(self._program, instruction, operands)
     if opcode == "custom-call" and moves_nothing(instruction):
       return 0.0
+    if opcode == "custom-call" and _CUBLAS in instruction.settings:
+      result = _results(instruction)[0]  # a large matmul leaves its workspace alone
     return float(moved(result) + sum(map(moved, operands)))
 
   def _bytes_of(self, name: str) -> float:
@@ -361,6 +395,37 @@ def _convolution(computation: hlo.Computation, instruction: hlo.Instruction) -> 
   batch, features = result[labels[3].index("b")], result[labels[3].index("f")]
   inputs = right[labels[2].index("i")]
   return 2.0 * batch * features * inputs * pairs / (int(groups[1]) if groups else 1)
+
+
+def _cublas(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
+  """Returns the FLOPs of a matmul of cuBLAS, which returns (result, workspace)."""
+  left = sizes(computation.operand_shapes(instruction)[0])
+  found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
+  contracted = math.prod(left[int(dim)] for dim in re.findall(r"\d+", found[1]))
+  return 2.0 * count(_results(instruction)[0]) * contracted
+
+
+def _cudnn(computation: hlo.Computation, instruction: hlo.Instruction, *, backward: bool) -> Work:
+  """Returns the FLOPs of cuDNN's attention.
+
+  Its matmuls are two, in the backward pass five, of the scores that a causal mask leaves, in a
+  sliding window at most as many for each query as it is wide.
+  """
+  rows, queries, heads, size = sizes(computation.operand_shapes(instruction)[0])
+  keys = sizes(computation.operand_shapes(instruction)[1])[1]
+  window = re.search(r'"sliding_window_length":\s*"?(\d+)', instruction.attributes)
+  seen = np.arange(keys - queries, keys) + 1
+  if "CAUSAL" not in instruction.attributes:
+    seen = np.full(queries, keys)
+  if window and int(window[1]):
+    seen = np.minimum(seen, int(window[1]))
+  flops = (5 if backward else 2) * 2.0 * rows * heads * float(seen.sum()) * size
+  return cudnn_attention(flops, 0, size)
+
+
+def _results(instruction: hlo.Instruction) -> list[str]:
+  """Returns the shapes of an instruction's results."""
+  return hlo.elements(instruction.shape) or [instruction.shape]
 
 
 def _kernel(computation: hlo.Computation, instruction: hlo.Instruction) -> float:

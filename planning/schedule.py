@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from planning.roofline import FREE, Costs, Work, matmul_seconds
+from planning.roofline import FREE, Costs, Work, matmul_seconds, seconds_alone
 from runtime import hlo
 from runtime.chips import Chip, Rates
 
@@ -239,6 +239,7 @@ class Schedule:
   Attributes:
     program: as compiled and scheduled.
     costs: of its collectives and host transfers, by the names of their instructions.
+    chip: of the device.
     bandwidth: of HBM.
     work: FLOPs and bytes, counted as often as they run.
     waited: seconds that the device waits for each transfer.
@@ -255,7 +256,7 @@ class Schedule:
     self.runs: dict[str, int] = defaultdict(int)
     self.slowed = 0.0
     self.loops: list[Loop] = []
-    self._roofline, self._chip, self._rates = Costs(program), chip, rates
+    self._roofline, self.chip, self._rates = Costs(program), chip, rates
 
   def run(self) -> float:
     """Returns the seconds of one run of the program."""
@@ -291,7 +292,7 @@ class Schedule:
   def cost(self, computation: hlo.Computation, instruction: hlo.Instruction) -> tuple[Work, float]:
     """Returns the work of an instruction, and the seconds of its matmuls."""
     work = self._roofline.work(computation, instruction)
-    return work, matmul_seconds(work, self._chip, self._rates)
+    return work, matmul_seconds(work, self.chip, self._rates)
 
   def transfers(self, instruction: hlo.Instruction) -> list[str]:
     """Returns the names of the transfers that an instruction is or contains."""
@@ -358,8 +359,10 @@ class _Run:
         sum(one.bytes for one in costs),
       )
     if fused or not (names or copies):
-      bound = "matmul" if seconds >= work.bytes / schedule.bandwidth else "HBM"
-      self._work(instruction, seconds, work.bytes, bound)
+      memory = work.bytes / schedule.bandwidth
+      bound = "matmul" if seconds >= memory else "HBM"
+      alone = seconds_alone(seconds, memory, schedule.chip)
+      self._work(instruction, alone, work.bytes, bound)
     if role != _START:
       self._wait(key)
 

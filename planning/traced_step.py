@@ -25,7 +25,7 @@ from models.spec import ModelSpec, latent_sizes
 from partitioning.constraints import activation_layout
 from partitioning.parallel import ring_attention
 from partitioning.parallel.pipeline_schedule import GPIPE
-from planning.roofline import Work
+from planning.roofline import Work, cudnn_attention
 from planning.step_facts import StepFacts
 from training.optimizers.build import matrix_groups
 from training.specs import resolve
@@ -670,7 +670,8 @@ class _Tracer:
       return [{} for _ in equation.outvars]
     size = sum(_read(x, behind) for x, behind in zip(equation.invars, read, strict=True))
     size += sum(map(bytes_of, equation.outvars))
-    self._note(Work(flops, size, attention=flops), runs)
+    head_size = equation.invars[0].aval.shape[-1]
+    self._note(cudnn_attention(flops, size, head_size), runs)
     return [self.fresh(x) for x in equation.outvars]
 
   def _called(self, equation: Any, inner: Any, read: list[Roots], runs: int) -> list[Roots]:

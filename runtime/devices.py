@@ -79,6 +79,14 @@ class Devices:
   slices: dict[str, int] = dataclasses.field(default_factory=dict)
   described: "tuple[jax.Device, ...]" = ()
 
+  @property
+  def lowered_for(self) -> tuple[str, ...] | None:
+    """Returns the platforms to lower programs for; None: that of the devices, which JAX knows.
+
+    JAX looks for a GPU to tell NVIDIA's from others.
+    """
+    return ("cuda",) if self.described and self.platform == "gpu" else None
+
 
 def hardware(root: str = "/") -> str | None:
   """Returns `gpu` or `tpu` if such hardware is present, whether or not JAX can use it.

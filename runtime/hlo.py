@@ -138,7 +138,9 @@ def parse(text: str) -> Program:
     elif line.startswith("}"):
       name = None
     elif name and (found := _INSTRUCTION.match(line)):
-      bodies[name][found[2]] = _instruction(found[2], found[3])
+      instruction = _instruction(found[2], found[3])
+      bodies[name] |= _parts_of_tuples(bodies[name], instruction)
+      bodies[name][found[2]] = instruction
       if found[1]:
         roots[name] = found[2]
   if entry is None:
@@ -161,6 +163,17 @@ def _whole(lines: Iterable[str]) -> Iterator[str]:
         continue
       line, parts = "".join(parts), []
     yield line
+
+
+def _parts_of_tuples(
+  body: Mapping[str, Instruction], user: Instruction
+) -> Iterator[tuple[str, Instruction]]:
+  """Yields what reads an operand `%name#1`, the element of a tuple, as older printers have it."""
+  for name in user.operand_names:
+    whole, _, index = name.partition("#")
+    if index and name not in body and whole in body:
+      shape = elements(body[whole].shape)[int(index)]
+      yield name, Instruction(name, shape, "get-tuple-element", (f"%{whole}",), f"index={index}")
 
 
 def _instruction(name: str, rest: str) -> Instruction:

@@ -78,6 +78,10 @@ TABLE = (
   ),
 )
 
+# For GPUs that are not attached: XLA runs its own kernels and cuBLAS's to see which is faster, and
+# has cuBLAS for all matmuls where it cannot.
+WITHOUT_GPU = {"xla_gpu_enable_triton_gemm": False}
+
 _dropped: dict[str, None] = {}  # by the compiler of this process, in the order it named them
 
 

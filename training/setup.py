@@ -144,7 +144,7 @@ class Job:
         collective_matmul=tables.collective_matmul,
         reshard_after_forward=tables.reshard_after_forward,
         slices=self.devices.slices,
-        on_cpus=self.devices.platform == "cpu",
+        platform=self.devices.platform,
       ),
       jax.default_matmul_precision(precision),
     ):
@@ -178,7 +178,7 @@ class Job:
     *arguments: Any,
     name: str = "",
     activations: Table | None = None,
-    options: dict[str, str] | None = None,
+    options: dict[str, str | bool] | None = None,
     **jit: Any,
   ) -> "Compiled":
     """Compiles a function of the program for abstract arguments, and takes the time.
@@ -194,6 +194,8 @@ class Job:
     """
     began = time.monotonic()
     _, given = compiler_options.resolved(self.config.compiler_options, {})
+    if self.devices.lowered_for:
+      options = {**compiler_options.WITHOUT_GPU, **(options or {})}
     given = {**(options or {}), **given}
     store = self.executables if name else None
     devices = [*self.mesh.devices.flat]
@@ -211,7 +213,8 @@ class Job:
       return compiler_options.compile_with(lowered, self.compiler_defaults, given)
 
     with self.tracing(activations):
-      lowered = jax.jit(function, **jit).lower(*arguments)
+      traced = jax.jit(function, **jit).trace(*arguments)
+      lowered = traced.lower(lowering_platforms=self.devices.lowered_for)
       compiled = store.compiled(name, key, lowered, finish, devices) if store else finish(lowered)
     return Compiled(compiled, time.monotonic() - began)
 

@@ -41,7 +41,7 @@ def traced(x_letters, letters, *, context=1, on_cpus=True):
 
   sizes = {**dict.fromkeys(AXES, 1), "data": 2, "context": context}
   mesh = make_mesh(sizes, jax.devices()[: 2 * context])
-  with jax.set_mesh(mesh), activation_layout(LEGEND, TABLE, on_cpus=on_cpus):
+  with jax.set_mesh(mesh), activation_layout(LEGEND, TABLE, platform="cpu" if on_cpus else "tpu"):
     return jax.jit(both).trace(x, kernel), given
 
 
