@@ -105,7 +105,8 @@ def step_of(run: PublishedRun) -> Step:
     config.training.grouped_matmul = "ragged"
   topology, chip = run.place, run.place.chip
   if chip.name.startswith("a100"):
-    topology = dataclasses.replace(topology, chip=dataclasses.replace(chip, name="h100"))
+    as_h100 = dataclasses.replace(chip, name="h100", capability=CHIPS["h100"].capability)
+    topology = dataclasses.replace(topology, chip=as_h100)
   job = aot.prepare(config, topology, ())
   step = of_job(job)
   layers = traced_step.by_the_layers(step)

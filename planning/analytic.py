@@ -13,7 +13,7 @@ import numpy as np
 from partitioning.rules import bytes_per_device
 from planning import interconnect, terms, traced_step
 from planning.interconnect import Places, Wire
-from planning.roofline import Work, matmul_seconds, seconds_alone
+from planning.roofline import Work, matmul_seconds, matmul_share, seconds_alone
 from planning.step_facts import StepFacts
 from planning.step_time import FROM_HOST, TO_HOST, HostTraffic, Sent, Times
 from runtime.chips import Chip, Rates
@@ -64,15 +64,6 @@ class Counted:
     )
     memory = work.bytes / bandwidth
     return Times(busy + sum(one.exposed_seconds for one in waited), compute, memory, work, waited)
-
-
-def matmul_share(chip: Chip, *, alone: bool) -> float:
-  """Returns the share of the peak that a step's matmuls reach by formula.
-
-  A GPU that is alone reaches what large matmuls do, as was measured on an H100 (docs/plan.md); one
-  before Hopper was not measured.
-  """
-  return chip.matmul if alone and chip.compute_capability >= 9 else chip.formula or chip.matmul
 
 
 def counted(

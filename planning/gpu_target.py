@@ -37,7 +37,7 @@ class _Target(NamedTuple):
 
 
 # Source: github.com/openxla/xla, xla/backends/gpu/target_config/specs.
-_TARGETS = {
+TARGETS = {
   "a100": _Target("NVIDIA A100-SXM4-80GB", 108, 64, 41943040, 1.41, 167936),
   "a100-40gb": _Target("NVIDIA A100-SXM4-40GB", 108, 64, 41943040, 1.41, 167936),
   "h100": _Target("NVIDIA H100 80GB HBM3", 132, 128, 52428800, 1.98, 233472),
@@ -75,7 +75,7 @@ device_description_str: "{target.name}"
 
 def compiler_there(chip: Chip) -> bool:
   """Returns whether JAX for NVIDIA's GPUs is installed, and this GPU can be described to it."""
-  if chip.name not in _TARGETS or importlib.util.find_spec("jax_plugins") is None:
+  if chip.name not in TARGETS or importlib.util.find_spec("jax_plugins") is None:
     return False
   return any(importlib.util.find_spec(name) is not None for name in _PLUGINS)
 
@@ -91,7 +91,7 @@ def devices_of(chip: Chip, count: int) -> tuple[jax.Device, ...]:
 
 def _described(chip: Chip) -> str:
   """Returns XLA's GpuTargetConfigProto of a GPU, as text."""
-  target, (major, _, minor) = _TARGETS[chip.name], chip.capability.partition(".")
+  target, (major, _, minor) = TARGETS[chip.name], chip.capability.partition(".")
   return _TEXT.format(
     target=target,
     optin=target.shared - 1024,  # the driver's own

@@ -166,8 +166,11 @@ def at_once(parts: Mapping[str, int]) -> int:
 
 
 def _logits(step: StepFacts) -> int:
-  """Returns the bytes of the logits of one chunk, written once, in the compute dtype."""
-  itemsize = step.compute_itemsize
+  """Returns the bytes of the logits of one chunk, in the compute dtype.
+
+  On a GPU XLA computes their gradients beside them, elsewhere in their place.
+  """
+  itemsize = step.compute_itemsize * (2 if step.platform == "gpu" else 1)
   seen = [one for one in step.activations.seen if one.letters == "BTV"]
   most = max((math.prod(shard_shape(one.shape, one.spec, step.sizes)) for one in seen), default=0)
   most //= step.pipeline.microbatches if step.pipeline else 1

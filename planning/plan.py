@@ -90,7 +90,7 @@ class Plan:
   def fits(self) -> bool:
     """Returns the verdict: the compiler has accepted it, if there is one, and its peak has room."""
     accepted = self.program is None or self.program.fits
-    return accepted and self.peak_bytes <= self.topology.chip.hbm_bytes
+    return accepted and self.peak_bytes <= self.topology.usable_bytes
 
   @property
   def node_devices(self) -> int:
@@ -307,7 +307,7 @@ def make(
   else:
     sent = collectives(program.text, ready.mesh)
     times = step_time.times(compiled, sent, where, topology.chip, rates)
-    free = topology.chip.hbm_bytes - found.peak_bytes
+    free = topology.usable_bytes - found.peak_bytes
     once = suggestions.gather_once_advice(step, times.sent, times.step, free)
     count = next(iter(traced_step.loops(step.model)), None)
     line = timelines.of(compiled, times, count)

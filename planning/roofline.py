@@ -260,6 +260,15 @@ class Work:
     return Work(*(one * runs for one in dataclasses.astuple(self)))
 
 
+def matmul_share(chip: Chip, *, alone: bool) -> float:
+  """Returns the share of the peak that a step's matmuls reach by formula, and in programs for GPUs.
+
+  A GPU that is alone reaches what large matmuls do, as was measured on an H100 (docs/plan.md); one
+  before Hopper was not measured.
+  """
+  return chip.matmul if alone and chip.compute_capability >= 9 else chip.formula or chip.matmul
+
+
 def matmul_seconds(work: Work, chip: Chip, rates: Rates) -> float:
   """Returns the seconds of the matmuls, at the achieved shares of the chip's peaks."""
   share = rates.matmul or chip.matmul

@@ -398,12 +398,12 @@ def limit_of(target: Target) -> float:
   """
   given, topology = target.keys.memory_limit_gib, target.topology
   if given is None:
-    return topology.chip.hbm_bytes
+    return topology.usable_bytes
   if given <= 0:
     raise ValueError(f"memory_limit_gib={given:g}: above 0, or unset for all of a device's memory")
   # Simulated devices share the machine's.
   share = topology.devices if topology.platform == "cpu" else 1
-  return min(topology.chip.hbm_bytes, given * 2**30 / share)
+  return min(topology.usable_bytes, given * 2**30 / share)
 
 
 # Runs of a few steps on the attached devices, to time settings that formulas rank badly.

@@ -9,7 +9,7 @@ import numpy as np
 
 from planning import interconnect
 from planning.interconnect import Places, Wire
-from planning.roofline import Work, matmul_seconds
+from planning.roofline import Work, matmul_seconds, matmul_share
 from planning.schedule import Cost, Loop, Schedule
 from runtime import hlo
 from runtime.chips import Chip, Rates
@@ -193,6 +193,8 @@ def times(
     chip: of a device.
     rates: achieved shares of the chip's constants.
   """
+  if not chip.torus:
+    chip = dataclasses.replace(chip, matmul=matmul_share(chip, alone=not found))
   bandwidth, moved = rates.bandwidth(chip), host_transfers(program)
   wires = {one.name: _slowest(one, places) for one in found}
   costs = {

@@ -76,7 +76,7 @@ def overrides_that_fit(target: Target, ready: Job, scale: float) -> Advice:
       continue
     name = "" if where is target.topology else where.name_with_slices
     one = Suggestion(changed, name, round(needed * scale))
-    (fitting if one.bytes <= _MARGIN * where.chip.hbm_bytes else others).append(one)
+    (fitting if one.bytes <= _MARGIN * where.usable_bytes else others).append(one)
   smallest = None if fitting else min(others, key=lambda one: one.bytes, default=None)
   return Advice(tuple(fitting), tried, smallest)
 

@@ -15,7 +15,7 @@ from etils import epy
 from ml_collections import ConfigDict
 
 from runtime.chips import CHIPS, Chip, known
-from runtime.devices import Devices, memory_bytes
+from runtime.devices import GPU_MEMORY_SHARE, Devices, memory_bytes
 from runtime.suggest import nearest
 
 # The clouds' names of TPU slices: `v5p-128`, `v6e-256`, `v5litepod-16`.
@@ -159,6 +159,11 @@ class Topology:
   def platform(self) -> str:
     """Returns `tpu`, `gpu` or `cpu`."""
     return "cpu" if self.chip.name == "cpu" else "tpu" if self.chip.torus else "gpu"
+
+  @property
+  def usable_bytes(self) -> float:
+    """Returns the bytes of a device's memory that a run takes: on a GPU a share of all."""
+    return self.chip.hbm_bytes * (GPU_MEMORY_SHARE if self.platform == "gpu" else 1)
 
   def wraps(self) -> tuple[bool, ...]:
     """Returns for each axis of the torus whether it has wraparound links; () for GPUs.

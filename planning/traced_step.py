@@ -164,9 +164,37 @@ def by_the_layers(step: StepFacts) -> OfTheLayers:
     for x in forward.outvars[carried:]:
       size, host = _bytes(part, x), is_offloaded(x)
       kept, offloaded = kept + size * (not host), offloaded + size * host
+    if step.platform == "gpu" and part.keys.training.scan_unroll >= forward.params["length"]:
+      kept += forward.params["length"] * _matmul_arguments(forward)
     constants, carried = fixed_and_carried(back)
     most = max(most, _most_at_once(body(back), constants, carried, carried))
   return OfTheLayers(*(int(part.share * size) for size in (kept, most, offloaded)))
+
+
+def _matmul_arguments(forward: core.JaxprEqn) -> int:
+  """Returns the bytes of a layer's elementwise results that matmuls read, and that are not saved.
+
+  XLA keeps them in a program of unrolled layers: in the backward pass the same are computed again,
+  of the same saved arrays, which it merges with the first computation.
+  """
+  turn, fresh, lines = body(forward), itertools.count(1), []
+  names = {x: next(fresh) for x in turn.invars}
+  saved = {*_flattened(turn, names, lines, fresh)}
+  rows = turn.invars[fixed_and_carried(forward)[0]].aval.shape[:2]  # of the residual, carried first
+  made: dict[int, tuple[int, Any]] = {}  # name -> that of the first array with these elements
+  kept: dict[int, int] = {}
+  for equation, read, given in lines:
+    primitive = equation.primitive.name
+    same = primitive in _SAME and len(read) == len(given)
+    for name, other in zip(given, read if same else given, strict=True):
+      made[name] = made.get(other, (other, equation))
+    if primitive != "dot_general":
+      continue
+    for x, name in zip(equation.invars, read, strict=True):
+      first, maker = made.get(name, (name, None))
+      if maker and not is_written(maker) and first not in saved and x.aval.shape[:2] == rows:
+        kept[first] = bytes_of(x)
+  return sum(kept.values())
 
 
 def loops(model: ConfigDict) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from partitioning.rules import size_text
-from planning import analytic, buffers, memory
+from planning import buffers, gpu_target, memory, roofline
 from planning.plan import Plan
 from planning.step_time import by_axes
 from planning.timeline import Bar, Gap, Layer, Timeline
@@ -217,7 +217,7 @@ def advice(plan: Plan) -> list[str]:
 
 def verdict(plan: Plan) -> str:
   """Returns whether it fits, in one line."""
-  room, peak = int(plan.topology.chip.hbm_bytes), plan.peak_bytes
+  room, peak = int(plan.topology.usable_bytes), plan.peak_bytes
   who = "by the compiler" if plan.program else "by formula, without a compiler"
   slices = math.prod(plan.job.devices.slices.values())
   of = f"{slices} slices of {plan.topology.name}" if slices > 1 else plan.topology.name
@@ -256,6 +256,8 @@ def _without(plan: Plan) -> str:
     why = "the compiler for TPUs is not installed: pip install -r requirements/plan.txt"
   else:
     why = f"there is no {plan.topology.chip.name} here to compile for"
+    if plan.topology.chip.name in gpu_target.TARGETS:
+      why = "the compiler for NVIDIA's GPUs is not installed: pip install jax[cuda12]"
   return f"{why}; all numbers are by formula. Accuracy: {plan.accuracy['memory']}"
 
 
@@ -356,8 +358,9 @@ def constants(plan: Plan) -> str:
   if (dtype := plan.job.config.training.matmul_dtype) != "compute":
     speeds.insert(1, f"{units.number(chip.eight_bit_flops / 1e12)} TFLOP/s in {dtype}")
   speeds.append(f"{chip.link_bandwidth / 1e9:.3g} GB/s {near}")
-  by_formula = analytic.matmul_share(chip, alone=plan.job.mesh.size == 1)
-  matmul = rates.matmul or (chip.matmul if plan.program else by_formula)
+  by_formula = roofline.matmul_share(chip, alone=plan.job.mesh.size == 1)
+  compiled = plan.program is not None and chip.torus
+  matmul = rates.matmul or (chip.matmul if compiled else by_formula)
   memory = rates.memory or chip.memory
   shares = [f"{100 * share:g}" for share in (matmul, memory, rates.link)]
   each = f"each at {shares[0]} %" if len(set(shares)) == 1 else f"at {', '.join(shares)} %"
@@ -469,7 +472,7 @@ GAPS = 10  # of those waited for, how many are listed
 def html(plan: Plan, *, command: str = "") -> str:
   """Returns the page; `command` is the one that asked for it."""
   sides = [Side(plan.title, plan.job, (), plan.topology.name)]
-  limit, peak = plan.topology.chip.hbm_bytes, plan.peak_bytes if plan.program else None
+  limit, peak = plan.topology.usable_bytes, plan.peak_bytes if plan.program else None
   return render(
     "plan.html.j2",
     title=f"Plan: {plan.title} on {plan.topology.name}",

@@ -51,7 +51,8 @@ _HUGE_PAGE_BYTES = 2**21
 _MADV_HUGEPAGE = 14
 # JAX takes three quarters of a GPU's memory when it starts, and no more later. What it leaves here
 # is for the libraries' own: contexts, NCCL's buffers, cuDNN's plans.
-_GPU_MEMORY = "XLA_CLIENT_MEM_FRACTION", "0.92"
+GPU_MEMORY_SHARE = 0.92
+_GPU_MEMORY = "XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE)
 _GPU_MEMORY_GIVEN = (_GPU_MEMORY[0], "XLA_PYTHON_CLIENT_MEM_FRACTION")
 # The most that one process simulates. 2,048 start in 7 s, with 8,461 threads and 1.1 GB; at 4,096
 # XLA fails to start its threads (2 cores, jax 0.10.2).

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from planning.roofline import Costs, Work, matmul_seconds
+from planning.roofline import Costs, Work, matmul_seconds, seconds_alone
 from runtime import hlo
 from runtime.chips import CHIPS, Rates
 from tests.runtime.instructions import entry, work_of
@@ -204,3 +204,52 @@ def test_the_attention_kernel_computes_all_blocks_of_a_ring_step_and_at_most_all
     SPLASH.format(name="splash_mha_dq").replace("%m, %n, ", "%m, %n, " if table else ""),
   )
   assert work_of(text, "splash_mha_dq.4").flops == 3 * 2 * 4 * 512 * 2048 * 128
+
+
+def test_a_matmul_of_cublas_leaves_its_workspace_alone():
+  text = entry(
+    "%a = bf16[16384,2048]{1,0} parameter(0)",
+    "%b = bf16[2048,512]{1,0} parameter(1)",
+    "ROOT %c = (bf16[16384,512]{1,0}, s8[4194304]{0}) custom-call(%a, %b), "
+    'custom_call_target="__cublas$lt$matmul", metadata={op_name="x"}, backend_config='
+    '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],'
+    '"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[]}}}',
+  )
+  found = work_of(text, "c")
+  assert found.flops == 2 * 16384 * 2048 * 512
+  assert found.bytes == 2 * (16384 * 2048 + 2048 * 512 + 16384 * 512)
+
+
+@pytest.mark.parametrize(("backward", "matmuls"), [("", 2), ("Backward", 5)])
+@pytest.mark.parametrize(("window", "pairs"), [(0, 8 * 9 / 2), (3, 1 + 2 + 6 * 3)])
+def test_attention_of_cudnn_skips_what_the_mask_excludes(backward, matmuls, window, pairs):
+  text = entry(
+    "%q = bf16[2,8,6,64]{3,2,1,0} parameter(0)",
+    "%k = bf16[2,8,2,64]{3,2,1,0} parameter(1)",
+    "ROOT %c = (bf16[2,6,8,64]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %k), "
+    f'custom_call_target="__cudnn$fmhaSoftmax{backward}", backend_config='
+    f'{{"cudnn_fmha": {{"mask_type": "CAUSAL", "sliding_window_length": {window}}}}}',
+  )
+  found = work_of(text, "c")
+  assert found.flops == found.attention == matmuls * 2 * 2 * 6 * pairs * 64
+  assert found.small_heads == found.flops  # of 64 run at half the speed of 128
+
+
+@pytest.mark.parametrize(
+  ("shape", "slowest", "fastest"),
+  [
+    ((16384, 2048, 8192), 767, 806),
+    ((16384, 8192, 2048), 767, 806),
+    ((16384, 2048, 512), 613, 631),
+    ((32768, 768, 768), 620, 647),
+  ],
+)
+def test_the_rate_of_a_matmul_on_an_h100_is_that_which_was_measured(shape, slowest, fastest):
+  """docs/performance.md, in TFLOP/s of bfloat16."""
+  m, k, n = shape
+  chip, work = CHIPS["h100"], Work(2.0 * m * k * n, 2.0 * (m * k + k * n + m * n))
+  memory = work.bytes / Rates().bandwidth(chip)
+  seconds = seconds_alone(matmul_seconds(work, chip, Rates()), memory, chip)
+  assert 0.97 * slowest < work.flops / seconds / 1e12 < 1.03 * fastest
+  assert seconds_alone(2.0, 3.0, CHIPS["v5p"]) == 3.0
+  assert seconds_alone(0.0, 3.0, chip) == 3.0

@@ -220,7 +220,7 @@ def test_slices_in_the_topologys_name_are_an_override_of_the_run():
 def test_the_limit():
   config = small()
   target = formulas(config, limit=1.0).target
-  assert search.limit_of(target) == target.topology.chip.hbm_bytes
+  assert search.limit_of(target) == target.topology.usable_bytes == 0.92 * CHIPS["h100"].hbm_bytes
   config.memory_limit_gib = 2.0
   assert search.limit_of(target) == 2 * 2**30
   simulated = dataclasses.replace(target, topology=parse("cpu:8", CHIPS))

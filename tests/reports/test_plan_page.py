@@ -150,14 +150,14 @@ def test_what_is_in_a_title_is_text_and_no_markup(fits):
 
 
 def test_memory_is_one_bar_against_the_limit_and_a_small_one_is_enlarged(fits):
-  limit, peak = fits.topology.chip.hbm_bytes, fits.memory_at_once
+  limit, peak = fits.topology.usable_bytes, fits.memory_at_once
   text = plan_report.html(fits)
   [(parts, none)] = bars(text)
   assert sum(parts) == pytest.approx(100)
   assert none == []
   share = f"{size_text(peak)} of {size_text(int(limit))} ({100 * peak / limit:.3g} %); the bar is"
   assert share in "".join(Reader(text).said)
-  tight = dataclasses.replace(fits.topology.chip, hbm_bytes=4 * peak)
+  tight = dataclasses.replace(fits.topology.chip, hbm_bytes=4 * peak / 0.92)
   tight = dataclasses.replace(fits, topology=dataclasses.replace(fits.topology, chip=tight))
   [(parts, line)] = bars(plan_report.html(tight))
   assert sum(parts) == pytest.approx(25)

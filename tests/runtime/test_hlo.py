@@ -33,3 +33,18 @@ def test_arguments_have_the_names_that_jax_gives_them():
   shapes = hlo.entry_parameters(hlo.parse(text))
   assert set(shapes) == {"state/params/mlp/kernel", "batch/x"}
   assert shapes["batch/x"].startswith("f32[3,5]")
+
+
+def test_an_operand_may_be_an_element_of_a_tuple():
+  text = (
+    "HloModule m\n\nENTRY %main (a: f32[3]) -> f32[5] {\n"
+    "  %a = f32[3]{0} parameter(0)\n"
+    '  %pair = (f32[3]{0}, (f32[5]{0}, s8[7]{0})) custom-call(%a), custom_call_target="x"\n'
+    "  %inner = (f32[5]{0}, s8[7]{0}) get-tuple-element(%pair), index=1\n"
+    "  ROOT %b = f32[5]{0} negate(%inner#0)\n}\n"
+  )
+  program = hlo.parse(text)
+  main = program.computations["main"]
+  assert main.operand_shapes(main.instructions["b"]) == ["f32[5]{0}"]
+  assert hlo.tuple_index(main.instructions["inner#0"]) == 0
+  assert main.instructions["inner#0"].operand_names == ("inner",)
