@@ -33,7 +33,8 @@ from runtime.chips import CHIPS, REASONS, SOURCES, Rates, overridden
 from tests.docs.pages import write_section
 
 # By the compiled program: (model, topology, rows) -> the predicted speed and the peak in GiB, by
-# libtpu 0.0.42. Each takes minutes to compile, so they are not made again.
+# libtpu 0.0.42 and, for GPUs, jax[cuda12] 0.10.2. Each takes minutes to compile, so they are not
+# made again.
 COMPILED = {
   ("llama3_8b", "v6e:16x16", 1024): (7550, 9.6),
   ("llama2_70b", "v5p:8x8x8", 2048): (770, 73.7),
@@ -411,7 +412,9 @@ def report(found: Mapping[int, Step | ValueError]) -> None:
   """Prints the classes; fits constants and writes the page where flags ask for it."""
   planned = {number: step for number, step in found.items() if isinstance(step, Step)}
   every = classes(planned)
-  every.append(Class(prediction.COMPILED, (), tuple(ratio for *_, ratio, _ in compiled())))
+  for platform in ("TPU", "GPU"):
+    ratios = [ratio for run, _, ratio, _ in compiled() if run.place.platform == platform.lower()]
+    every.append(Class(f"{platform}, compiled", (), tuple(ratios)))
   every.sort(key=lambda one: one.name)
   for one in every:
     print(f"{one.name}: {one.record}")

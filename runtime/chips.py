@@ -219,7 +219,7 @@ _MEMORY = {
 # Fitted to half of the published runs: `python -m benchmarks.planner_accuracy --fit`.
 _FORMULA = {
   **{"v5e": 0.891, "v5p": 0.845, "v6e": 0.79, "tpu7x": 0.762},
-  **{"a100": 0.731, "a100-40gb": 0.795, "h100": 0.576},
+  **{"a100": 0.744, "a100-40gb": 0.76, "h100": 0.576},
 }
 
 
