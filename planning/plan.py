@@ -275,11 +275,15 @@ def make(
   step = of_job(ready)
   progress("tracing the memory of a device")
   layers = traced_step.by_the_layers(step)
-  program = compiled = None
+  program, compiled, refused = None, None, ""
   where = aot.places(ready.mesh, topology)
   if aot.compiled_here(topology, target.here):
     progress(f"compiling the step for {ready.mesh.size} devices of {topology.name}")
-    program = aot.compile_step(ready, dumped)
+    try:
+      program = aot.compile_step(ready, dumped)
+    except NotImplementedError as refusal:  # of cuDNN's attention, without a GPU
+      refused = f"not compiled, so all is by formula: {refusal}"
+  if program is not None:
     progress("reading the compiled program")
     compiled = hlo.parse(program.text) if program.fits else None
   found = Plan(
@@ -290,7 +294,7 @@ def make(
     program,
     memory.by_formula(step, layers),
     None,
-    tuple(_warnings(ready, topology, compiled)),
+    (*_warnings(ready, topology, compiled), *filter(None, [refused])),
     host_memory=memory.of_the_host(step, layers),
   )
   if not found.fits:

@@ -252,12 +252,15 @@ def notes(plan: Plan) -> list[str]:
 
 def _without(plan: Plan) -> str:
   """Returns why there is no compiler, and the consequence."""
+  chip = plan.topology.chip
   if plan.topology.platform == "tpu":
     why = "the compiler for TPUs is not installed: pip install -r requirements/plan.txt"
+  elif gpu_target.compiler_there(chip):
+    why = f"the step was not compiled for {chip.name}"
+  elif chip.name in gpu_target.TARGETS:
+    why = "the compiler for NVIDIA's GPUs is not installed: make setup ACCELERATOR=gpu"
   else:
-    why = f"there is no {plan.topology.chip.name} here to compile for"
-    if plan.topology.chip.name in gpu_target.TARGETS:
-      why = "the compiler for NVIDIA's GPUs is not installed: pip install jax[cuda12]"
+    why = f"there is no {chip.name} here to compile for"
   return f"{why}; all numbers are by formula. Accuracy: {plan.accuracy['memory']}"
 
 

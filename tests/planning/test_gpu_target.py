@@ -3,7 +3,7 @@
 import pytest
 
 from configs import single
-from planning import aot, gpu_target
+from planning import aot, gpu_target, plan
 from planning.topology import parse
 
 
@@ -59,3 +59,17 @@ def test_the_peak_is_that_of_the_program_on_an_h100():
   program = aot.compile_step(aot.prepare(config, topology, ()))
   assert program.peak_bytes == pytest.approx(20_554_347_088, rel=0.005)
   assert program.text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 12
+
+
+@pytest.mark.long
+def test_a_step_that_jax_refuses_to_compile_without_a_gpu_is_planned_by_formula(monkeypatch):
+  def refuse(ready):
+    raise NotImplementedError("head_dim <= 128")
+
+  monkeypatch.setattr(aot, "compiled_here", lambda *_: True)
+  monkeypatch.setattr(aot, "compile_step", refuse)
+  config = single.get_config("mlp")
+  found = plan.make(config, "h100:1", here=())
+  assert found.program is None
+  assert found.times.step > 0
+  assert "not compiled, so all is by formula: head_dim <= 128" in found.warnings
