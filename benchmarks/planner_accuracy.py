@@ -44,6 +44,11 @@ COMPILED = {
   ("llama3_405b", "2xv6e:16x16", 512): (198.5, 23.4),
   ("llama2_7b", "v5e:16x16", 1024): (132.4, 11.3),
   ("llama2_7b", "v5p:4x4x4", 384): (295.6, 22.4),
+  ("llama2_7b", "h100:8", 32): (484.5, 62.2),
+  ("llama2_7b", "h100:16", 64): (411.5, 62.3),
+  ("llama2_7b", "h100:32", 128): (416.2, 61.6),
+  ("llama2_7b", "h100:64", 256): (416.2, 61.6),
+  ("llama2_7b", "h100:128", 512): (416.2, 61.6),
 }
 PICTURE = "images/planner_accuracy.svg"  # beside the page
 PICTURE_TITLE = "Predicted over published training speed of each run, by class of runs"
@@ -270,7 +275,8 @@ def line(number: int, step: Step, constants: str = "") -> str:
 def compiled() -> Iterator[tuple[PublishedRun, float, float, float]]:
   """Yields the runs whose programs were compiled: predicted speed, its ratio, peak in GiB."""
   for run in read():
-    if (key := (run.model, run.topology, run.rows)) in COMPILED:
+    key = run.model, run.topology, run.rows
+    if key in COMPILED and run.matmuls == "bfloat16":
       speed, gib = COMPILED[key]
       yield run, speed, speed / (run.tokens_per_second or run.tflops), gib
 
@@ -314,8 +320,8 @@ def page(found: Mapping[int, Step | ValueError], every: Sequence[Class]) -> str:
       "",
       "### By the compiled program",
       "",
-      "No constant is fitted to these. The loss is in chunks, which the published runs do not",
-      "have.",
+      "No constant is fitted to these, but the share of the peak that matmuls reach on several",
+      "GPUs. On TPUs the loss is in chunks, which the published runs do not have.",
       "",
       "| model, topology, mesh, rows x tokens, rematerialization | published "
       "| predicted / published | peak GiB |",

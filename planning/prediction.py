@@ -38,11 +38,12 @@ class Record:
 
 
 RECORDS = {
-  "GPU, 8 bits": Record(15, 0.15, 1.2, 0.39),
-  "GPU, context": Record(4, 5.88, 7.21, 5.83),
-  "GPU, dense": Record(36, 0.04, 0.71, 0.44),
-  "GPU, experts": Record(2, 0.73, 0.98, 0.98),
-  "GPU, stages": Record(2, 1.57, 2.07, 2.07),
+  "GPU, 8 bits": Record(15, 0.14, 1.24, 0.41),
+  "GPU, compiled": Record(5, 0.02, 0.11, 0.11),
+  "GPU, context": Record(4, 5.99, 7.35, 5.94),
+  "GPU, dense": Record(36, 0.03, 0.71, 0.33),
+  "GPU, experts": Record(2, 0.74, 0.99, 1.0),
+  "GPU, stages": Record(2, 1.61, 2.11, 2.11),
   "TPU, 8 bits": Record(5, 0.17, 0.27, 0.17),
   "TPU, compiled": Record(7, 0.11, 0.26, 0.27),
   "TPU, context": Record(2, 0.27, 0.3, 0.3),

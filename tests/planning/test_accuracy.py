@@ -54,8 +54,8 @@ def test_what_was_measured_on_one_gpu_is_predicted_as_the_page_says():
   for step in found:  # what XLA keeps of unrolled layers, and the gradient of the logits
     assert step.peak / 2**30 == pytest.approx(step.run.memory_gib, rel=0.1)
   llama, gpt2 = (step.ratio() for step in found)  # half of GPT-2's step is not matmuls
-  assert error(llama) < 0.15
-  assert error(gpt2) < 0.35
+  assert error(llama) < 0.25
+  assert error(gpt2) < 0.25
   # With the share that was fitted to published steps of several GPUs, a third too slow.
   fitted = f"h100.matmul={CHIPS['h100'].formula}"
   assert found[0].ratio(fitted) < 0.8
@@ -91,7 +91,7 @@ def test_the_class_of_a_run(overrides, platform, compiled, name):
 
 def test_what_has_no_record_says_so():
   assert "simulated devices" in prediction.accuracy_of_times("CPU, compiled")
-  assert "unknown" in prediction.accuracy_of_times("GPU, compiled")
+  assert "unknown" in prediction.accuracy_of_times("TPU, stages")
 
 
 def test_memory_is_that_of_the_page():
