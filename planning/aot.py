@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-# Experimental: no public name describes TPUs that are not attached (jax 0.10.2 to 0.12.0).
+# Experimental: no public name describes devices that are not attached (jax 0.10.2 to 0.12.0).
 from jax.experimental import topologies as described
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -198,7 +198,8 @@ def start(topology: Topology, slices: int, here: Here) -> tuple[Any, ...]:
   if is_attached(topology, here):
     return here
   if topology.platform == "gpu" and compiler_there(topology):
-    return gpu_target.devices_of(topology.chip, count)
+    given = gpu_target.description(topology.chip, count)
+    return tuple(described.get_topology_desc(**given).devices)
   if topology.platform == "tpu" and compiler_there(topology):
     # Without `wrap` the compiler takes every axis for one without wraparound links.
     more: dict[str, Any] = {"wrap": (*topology.wraps(), False)[:3]}

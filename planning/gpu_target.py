@@ -6,11 +6,6 @@ It is part of JAX for these GPUs (`jax[cuda12]`), and needs no GPU but a descrip
 import importlib.util
 from typing import NamedTuple
 
-import jax
-
-# Experimental: no public name describes GPUs that are not attached (jax 0.10.2).
-from jax.experimental import topologies
-
 from runtime.chips import Chip
 
 _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
@@ -80,13 +75,11 @@ def compiler_there(chip: Chip) -> bool:
   return any(importlib.util.find_spec(name) is not None for name in _PLUGINS)
 
 
-def devices_of(chip: Chip, count: int) -> tuple[jax.Device, ...]:
-  """Returns devices that programs can be compiled for, of as many machines as they fill."""
+def description(chip: Chip, count: int) -> dict[str, str]:
+  """Returns what JAX takes for GPUs that are not attached, of as many machines as they fill."""
   machines = count // chip.machine if count % chip.machine == 0 else 1
-  found = topologies.get_topology_desc(
-    platform="cuda", target_config=_described(chip), topology=f"1x{machines}x{count // machines}"
-  )
-  return tuple(found.devices)
+  shape = f"1x{machines}x{count // machines}"
+  return {"platform": "cuda", "target_config": _described(chip), "topology": shape}
 
 
 def _described(chip: Chip) -> str:

@@ -36,7 +36,7 @@ def test_a_gpu_is_described_as_the_driver_has_it(count, shape, monkeypatch):
     asked.update(given)
     return type("", (), {"devices": range(count)})
 
-  monkeypatch.setattr(gpu_target.topologies, "get_topology_desc", described)
+  monkeypatch.setattr(aot.described, "get_topology_desc", described)
   assert len(aot.start(parse(f"h100:{count}"), 1, ())) == count
   assert (asked["platform"], asked["topology"]) == ("cuda", shape)
   text = " ".join(asked["target_config"].split())
