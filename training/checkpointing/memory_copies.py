@@ -191,20 +191,21 @@ class CopyFolder:
   def _allocated(self, path: pathlib.Path, count: int) -> np.ndarray:
     self.path.mkdir(parents=True, exist_ok=True)
     descriptor = files.open_plain(path, os.O_RDWR | os.O_CREAT, mode=0o600)
+    known, array = self._arrays.get(path, (0, ()))
     try:
       os.ftruncate(descriptor, count)
+      inode = os.fstat(descriptor).st_ino
+      if known == inode and len(array) == count:
+        return array
       if count:  # without it, the first write to a full file system would end the process
         os.posix_fallocate(descriptor, 0, count)
-      inode = os.fstat(descriptor).st_ino
     except OSError:
       self._unlink(path)
       raise
     finally:
       os.close(descriptor)
-    known, array = self._arrays.get(path, (0, ()))
-    if known != inode or len(array) != count:  # also where another start has removed the file
-      array = _mapped(path, count, "r+")
-      self._arrays[path] = inode, array
+    array = _mapped(path, count, "r+")
+    self._arrays[path] = inode, array
     return array
 
   def commit(self, header: Mapping[str, Any]) -> None:

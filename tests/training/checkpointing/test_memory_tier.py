@@ -133,22 +133,21 @@ def test_a_kill_between_the_shards_and_the_name_leaves_the_step_before(tier, tmp
 def test_a_full_memory_gives_the_save_up_with_a_message_and_the_next_one_may_succeed(
   tier, tmp_path, said, monkeypatch
 ):
-  first = tier()
-  save(first, 1)
-  first.finish()
+  save(tier(0), 1)
 
   def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
   with monkeypatch.context() as patched:
     patched.setattr(os, "posix_fallocate", full)
+    first = tier(1)
     save(first, 2)
     first.finish()
   assert "the save of step 2 to memory is given up" in said[-1]
   assert "No space left on device" in said[-1]
   assert first.lost == 1
   [left] = (tmp_path / "memory").glob("*/*/process-0/*")
-  assert left.name == f"1-1-0.{OWN}", "no memory is kept that another program may need"
+  assert left.name == f"1-0-0.{OWN}", "no memory is kept that another program may need"
   save(first, 3)
   first.finish()
   assert first.lost == 1
