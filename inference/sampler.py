@@ -417,13 +417,16 @@ class Sampler:
 
   def _place(self) -> dict[str, Placement]:
     """Returns how the cache is sharded: as the activations of the same letters."""
-    layers = [self.job.legend[x].name for x in "LY" if x in self.job.legend]
-    parameters = self.job.config.partitioning.parameters
-    table = {**{name: parameters[name] for name in layers}, **self._table}
+    legend, parameters = self.job.legend, self.job.config.partitioning.parameters
+    split = {legend[x].name: parameters[legend[x].name] for x in "LY" if x in legend}
+    if "Z" in legend:  # one cache has its layers and those with experts
+      legend = {**legend, "L": dataclasses.replace(legend["L"], size=None)}
+      split[legend["L"].name] = parameters[legend["Z"].name]
+    table = {**split, **self._table}
     placements = {}
     for name, array in jax.eval_shape(self._empty_cache).items():
       letters = self._model.CACHE[name]
-      found = resolve(letters, array.shape, self.job.legend, table, self.job.devices.sizes)
+      found = resolve(letters, array.shape, legend, table, self.job.devices.sizes)
       assert not found.failures, found.failures  # checked with the job's activations
       placements[f"cache/{name}"] = Placement(
         f"cache/{name}",

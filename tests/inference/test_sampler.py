@@ -190,9 +190,18 @@ def test_variables_that_are_no_parameters_are_used(monkeypatch):
 # ---- The cache ----
 
 
-def test_greedy_decoding_is_that_without_a_cache():
+BEHIND_DENSE_LAYERS = {
+  "model.experts": 4,
+  "model.experts_per_token": 2,
+  "model.dense_layers": 1,
+  "model.layers": 3,
+}
+
+
+@pytest.mark.parametrize("overrides", [{}, BEHIND_DENSE_LAYERS], ids=["dense", "experts"])
+def test_greedy_decoding_is_that_without_a_cache(overrides):
   """Of one device; what is drawn on meshes is compared with one device below."""
-  made, params = sampler("single")
+  made, params = sampler("single", **overrides)
   found = made(params, GREEDY)
   assert found == decoded_without_cache(made, params)
   assert len({*found}) == len(PROMPTS)
