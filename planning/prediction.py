@@ -38,17 +38,17 @@ class Record:
 
 
 RECORDS = {
-  "GPU, 8 bits": Record(15, 0.14, 1.24, 0.41),
+  "GPU, 8 bits": Record(15, 0.18, 1.35, 1.35),
   "GPU, compiled": Record(5, 0.02, 0.11, 0.11),
-  "GPU, context": Record(4, 5.99, 7.35, 5.94),
-  "GPU, dense": Record(36, 0.03, 0.71, 0.33),
+  "GPU, context": Record(4, 6.03, 7.4, 7.41),
+  "GPU, dense": Record(36, 0.06, 0.67, 0.14),
   "GPU, experts": Record(2, 0.74, 0.99, 1.0),
-  "GPU, stages": Record(2, 1.61, 2.11, 2.11),
-  "TPU, 8 bits": Record(5, 0.17, 0.27, 0.17),
-  "TPU, compiled": Record(7, 0.11, 0.26, 0.27),
-  "TPU, context": Record(2, 0.27, 0.3, 0.3),
-  "TPU, dense": Record(48, 0.03, 0.36, 0.12),
-  "TPU, experts": Record(9, 0.12, 0.82, 0.27),
+  "GPU, stages": Record(2, 1.72, 2.27, 2.28),
+  "TPU, 8 bits": Record(5, 0.24, 0.27, 0.27),
+  "TPU, compiled": Record(8, 0.11, 0.33, 0.33),
+  "TPU, context": Record(2, 0.44, 0.46, 0.47),
+  "TPU, dense": Record(49, 0.04, 0.34, 0.19),
+  "TPU, experts": Record(12, 0.08, 0.71, 0.72),
 }
 # Of docs/plan.md: how many configs have a peak within 10 %, of how many.
 MEMORY = (13, 14)

@@ -165,7 +165,7 @@ def test_the_layers_of_a_cache_are_read_and_replaced_apart():
   assert cache["keys"].dtype == job.config.training.compute_dtype
 
   def replace(cache, layer):
-    one = attention.cache_layer(cache, layer)
+    one = attention.cache_layer(cache, layer, ["keys", "values"])
     new = {"keys": one["keys"] + 1, "values": one["values"] + 2}
     return attention.set_cache_layer(cache, layer, new)
 

@@ -205,6 +205,7 @@ def test_the_scale_of_an_adapter():
   keys = {"lora.rank": 8, "lora.alpha": 25.0, "lora.rs": True}
   job = make_job("single", "lm", **keys, **{"training.parameter_dtype": "bfloat16"})
   layer = layers.Linear("layers/mlp/up", model_spec(job.config), rngs=nnx.Rngs(params=0))
+  layer.lora_a = nnx.Param(layer.lora_a[...].astype(jnp.bfloat16))  # as an init stores it
   wanted = 25 / math.sqrt(8) * np.asarray(layer.lora_a[...], np.float64)
   assert slope(layer.low_rank().a, wanted) == pytest.approx(1, abs=SLOPE)
 

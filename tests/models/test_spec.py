@@ -7,7 +7,7 @@ import types
 import pytest
 
 import models
-from models import model_spec
+from models import mlp, model_spec
 from models.spec import in_8_bits
 from tests.helpers.jobs import make_job
 
@@ -91,7 +91,7 @@ def test_what_is_missing_is_listed(monkeypatch):
 
 
 def test_a_function_that_builds_something_else_is_refused_before_it_is_used(monkeypatch):
-  whole = vars(models.MODELS["mlp"])
+  whole = vars(mlp)
   other = types.SimpleNamespace(**{**whole, "build": lambda spec, rngs: types.SimpleNamespace()})
   monkeypatch.setitem(models.MODELS, "mlp", other)
   with pytest.raises(ValueError, match=r"model\.name='mlp'.* lacks loss_sums\(\) of what build"):

@@ -18,14 +18,14 @@ ROOT = provenance.ROOT
 OTHERS = {
   "partitioning": "__init__ mesh_sizes",
   "training": "__init__ base_parameters callbacks compiler_options coordinate_check "
-  "evaluation history loop metrics/__init__ metrics/built_in_sinks metrics/console "
+  "evaluation history instruments loop metrics/__init__ metrics/built_in_sinks metrics/console "
   "metrics/goodput metrics/log_lines metrics/profiler metrics/reader metrics/sinks "
   "metrics/throughput metrics/tracker named_activations "
-  "parity replay replica_check restore run_tokenizer "
+  "parity recomputed_steps replay replica_check restore run_record run_tokenizer "
   "workdir_files checkpointing/__init__ "
   "checkpointing/async_writer checkpointing/checkpointer checkpointing/consensus "
-  "checkpointing/integrity checkpointing/restore "
-  "checkpointing/resume_policy",
+  "checkpointing/integrity checkpointing/memory_copies checkpointing/memory_tier "
+  "checkpointing/reading checkpointing/resume_policy",
 }
 
 
