@@ -418,7 +418,7 @@ class Sampler:
   def _place(self) -> dict[str, Placement]:
     """Returns how the cache is sharded: as the activations of the same letters."""
     legend, parameters = self.job.legend, self.job.config.partitioning.parameters
-    split = {legend[x].name: parameters[legend[x].name] for x in "LY" if x in legend}
+    split = {legend[x].name: parameters[legend[x].name] for x in "Ly" if x in legend}
     if "Z" in legend:  # one cache has its layers and those with experts
       legend = {**legend, "L": dataclasses.replace(legend["L"], size=None)}
       split[legend["L"].name] = parameters[legend["Z"].name]

@@ -75,10 +75,10 @@ CACHE = {
   "values": "LBSKH",
   "latents": "LBSC",  # after their norm
   "rotary_keys": "LBSI",  # of all heads, rotated by their positions
-  STATES: "YBAhu",  # of mixers; then the last inputs of their convolutions
-  **dict.fromkeys(("query_tails", "key_tails"), "YBoGh"),
-  "value_tails": "YBoAu",
-  "channel_tails": "YBoX",
+  STATES: "yBAhu",  # of mixers; then the last inputs of their convolutions
+  **dict.fromkeys(("query_tails", "key_tails"), "yBoGh"),
+  "value_tails": "yBoAu",
+  "channel_tails": "yBoX",
   LENGTHS: "B",
 }
 

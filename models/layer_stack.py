@@ -211,7 +211,7 @@ def stacked(spec: LayersSpec, rngs: nnx.Rngs, count: int, name: str) -> Block:
 Step = Callable[[Any, Any], tuple[Any, Any]]
 # Letters of stacked layers: of all, or those with experts or attention; of dense ones beside
 # experts; of mixer layers.
-STACKS = ("L", "Z", "Y")
+STACKS = ("L", "Z", "y")
 # (beside, main, times): so many times, first so many layers of the stack beside the main one, dense
 # or mixer layers, and then so many of that.
 Group = tuple[int, int, int]

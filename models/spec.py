@@ -377,7 +377,7 @@ class DecoderSpec(LayersSpec):
       "X": ("mixer_channels", self.model_size),
       "w": ("convolution", self.convolution_size),
       "o": ("convolution_tail", self.convolution_size - 1),
-      "Y": ("mixer_layers", mixer_layers(self)),
+      "y": ("mixer_layers", mixer_layers(self)),
     }
     used = self.mixer != NO_MIXER
     return {letter: Dim(name, size if used else 0) for letter, (name, size) in dims.items()}

@@ -33,7 +33,7 @@ from training.tasks import DPO
 _ADAPTER = re.compile(r"/lora_[ab]$")
 Found = Mapping[str, Mapping[str, np.ndarray]]  # name -> what `_numbers` has found
 # Of stacked layers, see `models.layer_stack.STACKS`.
-_LETTERS = {STACKED: "L", DENSE: "Z", MIXERS: "Y"}
+_LETTERS = {STACKED: "L", DENSE: "Z", MIXERS: "y"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -580,7 +580,15 @@ def _schedule_changes(keys: ConfigDict, steps: int) -> tuple:
   """
   if not keys.schedule_changes:
     return ()
-  if not all(len(one) == 3 and one[2] in ("stretch", "restart") for one in keys.schedule_changes):
+
+  def is_change(one: object) -> bool:
+    return (
+      isinstance(one, tuple | list)
+      and [*map(type, one)] == [int, int, str]
+      and one[2] in ("stretch", "restart")
+    )
+
+  if not all(map(is_change, keys.schedule_changes)):
     raise ValueError(
       f"optimizer.schedule_changes={keys.schedule_changes}: each is (step, training.steps up to "
       f"there, 'stretch' or 'restart'); leave it out, it is filled in where a run resumes"

@@ -51,7 +51,7 @@ def test_another_plan_has_another_place(tmp_path, topology, changes):
 
 def test_other_code_and_another_compiler_have_another_place(tmp_path, monkeypatch):
   here = plan_process.place(config(tmp_path), "h100:8", "dp8_lm")
-  for name in ("everything", "_compiler"):
+  for name in ("everything", "_compilers"):
     with monkeypatch.context() as patch:
       patch.setattr(plan_process, name, lambda: "another")
       assert plan_process.place(config(tmp_path), "h100:8", "dp8_lm") != here

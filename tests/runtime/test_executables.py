@@ -79,6 +79,7 @@ def test_the_versions_of_a_run_have_all_its_code(monkeypatch):
   files = {str(path) for path in provenance.source_files(provenance.RUN)}
   assert {"training/step.py", "models/transformer.py", "runtime/executables.py"} <= files
   executables._versions.cache_clear()
+  monkeypatch.setattr(executables.extensions, "files", lambda **_: [])  # of other tests
   with monkeypatch.context() as changed:
     changed.setattr(executables, "_STARTED", float("inf"))
     assert executables._versions()["code"] == provenance.versions()["code"]

@@ -231,8 +231,9 @@ def test_a_change_that_is_not_one_is_dropped():
   assert config_of(24, schedule_changes=earlier).optimizer.schedule_changes == earlier[:1]
   again = {"schedule_changes": earlier, "schedule_on_resume": "recompute"}
   assert config_of(44, **again).optimizer.schedule_changes == ()
-  with pytest.raises(ValueError, match="leave it out, it is filled in where a run resumes"):
-    config_of(schedule_changes=((1, 2),))
+  for wrong in (((1, 2),), (16,), ((1, 2, 3),)):
+    with pytest.raises(ValueError, match="leave it out, it is filled in where a run resumes"):
+      config_of(schedule_changes=wrong)
 
 
 def test_is_the_same_under_jit_and_in_any_order_of_steps():
