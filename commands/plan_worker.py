@@ -188,7 +188,7 @@ def _nearest(request: Mapping[str, Any], formulas: Any) -> list[tuple[dict[str, 
 if __name__ == "__main__":
   try:
     code = main()
-  except Exception:
+  except Exception:  # as Python ends a process, which `os._exit` would not
     sys.excepthook(*sys.exc_info())
     code = exit_codes.FAILED
   sys.stderr.flush()

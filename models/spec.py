@@ -29,6 +29,13 @@ RESIDUAL = Residual(between="BRD", inside="BTD")
 LAYERS, DENSE_LAYERS, MIXER_LAYERS = "layers/", "dense_layers/", "mixer_layers/"
 STACKED = (LAYERS, DENSE_LAYERS, MIXER_LAYERS)
 EXPERTS = f"{LAYERS}experts"
+
+
+def stacks_of(legend: Mapping[str, Dim]) -> tuple[str, ...]:
+  """Returns the letters of stacked layers, whose dims have the names of the stacks."""
+  return tuple(letter for letter, dim in legend.items() if f"{dim.name}/" in STACKED)
+
+
 # The last parts of an adapter's names.
 LORA_A, LORA_B = "lora_a", "lora_b"
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from models.layer_stack import STACKS
 from models.spec import in_8_bits
 from partitioning.dtypes import wide_dtype
 from partitioning.rules import HOST, axes_size, bytes_per_device, shard_shape, spec_axes
@@ -201,7 +200,7 @@ def _gathered(step: StepFacts) -> int:
     if step.program.gathered or not split or "V" in placement.letters:
       continue
     here = math.prod(shard_shape(placement.shape, placement.spec, sizes)) * sizes["fsdp"]
-    if placement.letters.startswith(STACKS):  # gathered layer by layer
+    if placement.letters.startswith(step.stacks):  # gathered layer by layer
       here //= placement.shape[0] // sizes["stage"]
     largest = max(largest, here * itemsize)
   return 2 * largest
@@ -222,7 +221,7 @@ def kept_kernel_bytes(step: StepFacts) -> int:
   itemsize = np.dtype(training.compute_dtype).itemsize
   total = 0
   for name, placement in step.parameters.items():
-    kernel = placement.letters.startswith(STACKS) and len(placement.letters) > 2
+    kernel = placement.letters.startswith(step.stacks) and len(placement.letters) > 2
     if not (kernel and "fsdp" in spec_axes(placement.spec)):
       continue
     shard = math.prod(shard_shape(placement.shape, placement.spec, sizes))

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from models.spec import stacks_of
 from partitioning.constraints import ActivationLayout
 from partitioning.mesh_sizes import STAGE
 from partitioning.parallel.pipeline_schedule import GPIPE, Schedule
@@ -99,6 +100,11 @@ class StepFacts:
   def pipeline(self) -> Schedule | None:
     """Returns the schedule of the pipeline's stages."""
     return self.program.pipeline
+
+  @functools.cached_property
+  def stacks(self) -> tuple[str, ...]:
+    """Returns the letters of stacked layers."""
+    return stacks_of(self.legend)
 
   @property
   def layers(self) -> int:

@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from models.latent_attention import DOWN_PROJECTIONS
-from models.layer_stack import STACKS
 from models.spec import in_8_bits, is_latent, latent_sizes
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import pipeline, ring_attention
@@ -109,7 +108,7 @@ class _Parameter:
 def _parameters(step: StepFacts) -> Iterator[_Parameter]:
   sizes = step.sizes
   for one in step.parameters.values():
-    stacked = one.letters.startswith(STACKS)
+    stacked = one.letters.startswith(step.stacks)
     layers = one.shape[0] // sizes["stage"] if stacked else 1
     shard = math.prod(shard_shape(one.shape, one.spec, sizes)) / layers
     split = "fsdp" in spec_axes(one.spec)
@@ -119,7 +118,7 @@ def _parameters(step: StepFacts) -> Iterator[_Parameter]:
       shard,
       shard * (sizes["fsdp"] if split else 1),
       split,
-      len(one.letters.lstrip("".join(STACKS))) == 1,
+      len(one.letters.lstrip("".join(step.stacks))) == 1,
       stacked or (step.kind != _ENCODER and one.name != "positions/table"),
       *_runs(step, one),
     )
@@ -127,7 +126,7 @@ def _parameters(step: StepFacts) -> Iterator[_Parameter]:
 
 def _runs(step: StepFacts, placement: Placement) -> tuple[int, int]:
   runs = step.passes
-  if placement.letters.startswith(STACKS):
+  if placement.letters.startswith(step.stacks):
     layers, every = placement.shape[0], step.model.layers
     return runs.forward * layers // every, runs.backward * layers // every
   if placement.name.startswith("embed/"):
@@ -154,14 +153,14 @@ def parameter_gathers(step: StepFacts) -> Iterator[Term]:
     elif one.split:
       again = one.back if step.partitioning.reshard_after_forward and not one.vector else 0
       # A scan over one layer is no loop.
-      runs = one.forward + again if _is_loop(one.placement) else 1
+      runs = one.forward + again if _is_loop(step, one.placement) else 1
       itemsize = wide_dtype(stored).itemsize if one.vector else step.compute_itemsize
       itemsize = 1 if in_8_bits(name, step.training.matmul_dtype) else itemsize
       yield Term("all-gather", ("fsdp",), runs, one.whole, f"{name}, gathered", itemsize, True)
 
 
-def _is_loop(placement: Placement) -> bool:
-  return placement.letters.startswith(STACKS) and placement.shape[0] > 1
+def _is_loop(step: StepFacts, placement: Placement) -> bool:
+  return placement.letters.startswith(step.stacks) and placement.shape[0] > 1
 
 
 def gradient_reductions(step: StepFacts) -> Iterator[Term]:

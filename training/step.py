@@ -12,8 +12,8 @@ from etils import epy
 from flax import nnx
 
 from models import MODELS, check_network
-from models.layer_stack import STACKS
 from models.losses import COUNTS, Batch, Sums
+from models.spec import stacks_of
 from partitioning.constraints import automatic_spec, on_one_device
 from partitioning.dtypes import advanced_history, is_history
 from partitioning.rules import letters_of, named_leaves, nested
@@ -47,6 +47,7 @@ class Program:
     spec: what the step needs to know of the config.
     build: draws the model, with parameters in float32 or wider.
     letters: pattern of parameter names -> the letters of their dims.
+    stacks: the letters of stacked layers.
     graphdef: of the model.
     params: shapes and dtypes of the parameters.
     variables: shapes and dtypes of the model's variables that are not parameters.
@@ -67,6 +68,7 @@ class Program:
   spec: StepSpec
   build: Callable[[nnx.Rngs], nnx.Module]
   letters: Mapping[str, str]
+  stacks: tuple[str, ...]
   graphdef: nnx.GraphDef
   params: Any
   variables: Any
@@ -266,12 +268,12 @@ class Program:
 
   def stack(self, name: str) -> str:
     """Returns the letter of the layers that a parameter has as its first dim; "" if it has none."""
-    return _stack(name, self.letters)
+    return _stack(name, self.letters, self.stacks)
 
 
-def _stack(name: str, letters: Mapping[str, str]) -> str:
+def _stack(name: str, letters: Mapping[str, str], stacks: tuple[str, ...]) -> str:
   first = letters_of(name, letters)[:1]
-  return first if first in STACKS else ""
+  return first if first in stacks else ""
 
 
 def make_program(resolved: Resolved) -> Program:
@@ -290,6 +292,7 @@ def make_program(resolved: Resolved) -> Program:
     return model
 
   spec, letters = resolved.step, resolved.model.parameters
+  stacks = stacks_of(resolved.model.legend)
   model = nnx.eval_shape(abstract)
   graphdef, params, _ = nnx.split(model, nnx.Param, ...)
   params = nnx.to_pure_dict(params)
@@ -298,7 +301,7 @@ def make_program(resolved: Resolved) -> Program:
   keys, (updated, _) = resolved.optimizer, split(params, trained.__contains__)
   optimizer = make_optimizer(keys, jax.eval_shape(wide, updated))
   if spec.state_memory == "host":
-    stack = functools.partial(_stack, letters=letters)
+    stack = functools.partial(_stack, letters=letters, stacks=stacks)
     update = functools.partial(host_state.update, optimizer, stack, optax.apply_updates)
   else:
     update = functools.partial(_update, optimizer)
@@ -306,7 +309,7 @@ def make_program(resolved: Resolved) -> Program:
     store = functools.partial(low_precision.rounded_parameters, spec.seed)
   else:
     store = functools.partial(_cast, spec.parameter_dtype)
-  given = spec, build, letters, graphdef, params, variables_of(model), trained
+  given = spec, build, letters, stacks, graphdef, params, variables_of(model), trained
   schedule = learning_rate_schedule(keys, keys.steps)
   return Program(*given, optimizer, gradient_point(keys), update, store, schedule)
 

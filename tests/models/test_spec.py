@@ -8,7 +8,8 @@ import pytest
 
 import models
 from models import mlp, model_spec
-from models.spec import in_8_bits
+from models.spec import in_8_bits, stacks_of
+from partitioning.rules import Dim
 from tests.helpers.jobs import make_job
 
 YARN = ("yarn", {"factor": 4.0, "original_length": 8, "beta_fast": 3.0})
@@ -25,6 +26,12 @@ def test_a_spec_is_a_frozen_value_that_modules_can_keep():
   assert ours != other
   with pytest.raises(dataclasses.FrozenInstanceError):
     ours.layers = 3
+
+
+def test_letters_of_stacked_layers_are_told_by_the_names_of_their_dims():
+  theirs = {"L": Dim("left", 3), "y": Dim("right", 5), "K": Dim("layers", 2)}
+  assert stacks_of(theirs) == ("K",)
+  assert stacks_of(model_spec(make_job("single", "lm").config).legend) == ("L", "Z", "y")
 
 
 def test_fields_are_the_keys_of_their_names():
