@@ -305,7 +305,7 @@ class Attempt:
     most = self._options.replacements
     dead = [process for process in ended if process.code < 0 and not process.pressed]
     others = [process for process in self._processes if process.code is not None]
-    if not dead or self._first or asked or [*others] != [p for p in others if p in dead]:
+    if not most or not dead or self._first or asked or any(p not in dead for p in others):
       return ended
     if self._replaced + len(dead) > most:
       self._log.say(f"not replaced (--replacements={most})")

@@ -116,7 +116,10 @@ def test_the_first_that_fails_is_named_with_its_last_lines(launch):
   script = """
 if index == 0:
   print("peer")
+  mark("peer")
+  time.sleep(0.5)  # still there when the other one ends
   sys.exit(0)
+wait_for("peer")
 signal.signal(signal.SIGABRT, signal.SIG_DFL)  # no stack of faulthandler's
 for line in range(20):
   print("line", line)
