@@ -219,26 +219,26 @@ QWEN_3_MOE = Names(
   {**ENDS, **NORMS, **ATTENTION, **MLP, **ROUTER, **EXPERTS}, others=(MERGED_EXPERTS,)
 )
 OLMOE = Names({**QWEN_3_MOE.rows, **NORMS_ACROSS_HEADS}, others=(MERGED_EXPERTS,))
+# Beside dense layers, and shared ones.
+DEEPSEEK_EXPERTS = {
+  **MLP,
+  **ROUTER,
+  f"{LAYER}mlp.gate.e_score_correction_bias": ("e", f"{_EXPERTS}/router/correction"),
+  **EXPERTS,
+  **_rows(
+    f"{LAYER}mlp.shared_experts.",
+    ("gate_proj", "W D", "experts/shared/gate"),
+    ("up_proj", "W D", "experts/shared/up"),
+    ("down_proj", "D W", "experts/shared/down"),
+  ),
+}
 DEEPSEEK = Names(
-  {
-    **ENDS,
-    **NORMS,
-    **LATENT_ATTENTION,
-    **MLP,
-    **ROUTER,
-    f"{LAYER}mlp.gate.e_score_correction_bias": ("e", f"{_EXPERTS}/router/correction"),
-    **EXPERTS,
-    **_rows(
-      f"{LAYER}mlp.shared_experts.",
-      ("gate_proj", "W D", "experts/shared/gate"),
-      ("up_proj", "W D", "experts/shared/up"),
-      ("down_proj", "D W", "experts/shared/down"),
-    ),
-  },
+  {**ENDS, **NORMS, **LATENT_ATTENTION, **DEEPSEEK_EXPERTS},
   # The layer behind the last predicts further tokens, in training and to decode speculatively.
   unused=("model.layers.*.self_attn.rotary_emb.inv_freq", "model.layers.{}.*"),
   others=(MERGED_EXPERTS,),
 )
+GLM_4_MOE = dataclasses.replace(DEEPSEEK, rows={**ENDS, **NORMS, **ATTENTION, **DEEPSEEK_EXPERTS})
 # Kernels of experts are stored as they multiply, [in, out]; in MXFP4 as [out, in].
 GPT_OSS = Names(
   {
@@ -345,7 +345,8 @@ _COMMON = (
 _SILU = choice("hidden_act", "activation", parts.ACTIVATIONS)
 _PLAIN = (*_COMMON, parts.SCALE, _SILU)
 # In `attention_bias` alone, ONLY of `hf_config.py` says that there is no mlp_bias.
-_BIASES, _MLP_BIASES = parts.biases("attention_bias"), parts.biases("attention_bias", "mlp_bias")
+_BIASES = parts.biases(attention_bias="attention")
+_MLP_BIASES = parts.biases(attention_bias="attention", mlp_bias="mlp")
 _MIXTURE = (parts.EXPERTS_PER_TOKEN, parts.EXPERT_WIDTH_OF_ALL)
 # Of training and of what is returned beside the logits.
 _EXPERTS_IGNORED = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
@@ -383,6 +384,11 @@ _DEEPSEEK_IGNORED = (
   *("aux_loss_alpha", "seq_aux", "ep_size", "num_mtp_layers", "num_nextn_predict_layers"),
   *_EXPERTS_IGNORED,
 )
+_CORRECTED = {
+  "router_scores": "sigmoid",
+  "router_correction": True,
+  "router_group_score": "top2",
+}
 _GPT_OSS_YARN = {
   "rope_type": "yarn",
   "factor": 32.0,
@@ -674,12 +680,35 @@ FAMILIES: dict[str, Family] = {
       parts.behind_dense_layers(
         *(*_DEEPSEEK_EXPERTS, *parts.ROUTER_GROUPS, parts.ROUTER_NORMALIZED),
         *(parts.only("scoring_func", "sigmoid"), parts.only("topk_method", "noaux_tc")),
-        router_scores="sigmoid",
-        router_correction=True,
-        router_group_score="top2",
+        **_CORRECTED,
       ),
     ),
     fixed={"attention": "latent"},
+    ignored=_DEEPSEEK_IGNORED,
+  ),
+  "glm4_moe": Family(
+    *("Glm4MoeForCausalLM", GLM_4_MOE),
+    _defaults(
+      *(4096, 10_944, 46, 96, 8, 151_552, 131_072, 1e-5),
+      partial_rotary_factor=0.5,
+      use_qk_norm=False,
+      first_k_dense_replace=1,
+      n_routed_experts=128,
+      n_shared_experts=1,
+      num_experts_per_tok=8,
+      moe_intermediate_size=1408,
+      n_group=1,
+      topk_group=1,
+      norm_topk_prob=True,
+      routed_scaling_factor=1.0,
+    ),
+    (
+      *(*_PLAIN, parts.biases(attention_bias="qkv"), rope(partial=True)),
+      flag("use_qk_norm", "query_key_norm"),
+      parts.behind_dense_layers(
+        *(*_DEEPSEEK_EXPERTS, *parts.ROUTER_GROUPS, parts.ROUTER_NORMALIZED), **_CORRECTED
+      ),
+    ),
     ignored=_DEEPSEEK_IGNORED,
   ),
   "deepseek_v2": Family(

@@ -190,18 +190,17 @@ def bias_names(ours: Ours) -> tuple[str, ...]:
   return tuple(name for name in every if name in named)
 
 
-# key -> our name of these biases, and the last of their layers.
-_BIASES = {"attention_bias": ("attention", "out"), "mlp_bias": ("mlp", "down")}
-
-
-def biases(*keys: str) -> Part:
-  """Returns the part of biases: some of attention_bias and mlp_bias."""
+def biases(**names: str) -> Part:
+  """Returns the part of biases: keys of config.json -> our name of these, one of BIASES."""
 
   def read(theirs: Theirs) -> dict[str, Any]:
-    given = [key for key in keys if key in theirs and value_of(theirs, key, forms.FLAG)]
-    return {"biases": ",".join(_BIASES[key][0] for key in given) or "none"}
+    given = [key for key in names if key in theirs and value_of(theirs, key, forms.FLAG)]
+    return {"biases": ",".join(names[key] for key in given) or "none"}
 
-  return Part(keys, read, lambda model: {key: _BIASES[key][1] in bias_names(model) for key in keys})
+  def write(model: Ours) -> dict[str, Any]:
+    return {key: BIASES[name][-1] in bias_names(model) for key, name in names.items()}
+
+  return Part((*names,), read, write)
 
 
 # ------------------------------ of GPT-2 ------------------------------

@@ -315,6 +315,11 @@ _DEEPSEEK_V3 = {
   **{"router_scores": "sigmoid", "router_correction": True, "router_scale": 2.5},
   **{"router_groups": 8, "router_top_groups": 4, "router_group_score": "top2"},
 }
+_GLM_4 = {
+  **{"head_size": 128, "norm_epsilon": 1e-5, "vocabulary_size": 151_552, "biases": "qkv"},
+  **{"rotary_base": 1_000_000.0, "rotary_size": 64, "experts_per_token": 8},
+  **{"router_scores": "sigmoid", "router_correction": True},
+}
 
 
 def _yarn_scale(mscale: float) -> float:
@@ -322,8 +327,9 @@ def _yarn_scale(mscale: float) -> float:
   return _DEEPSEEK["head_size"] ** -0.5 * (0.1 * mscale * math.log(40.0) + 1) ** 2
 
 
-# How experts were balanced: beside V3's and OLMoE's weights, by their reports (arXiv:2412.19437,
-# 2409.02060).
+# How experts were balanced: beside the weights of V3, OLMoE and GLM-4.5, by their reports
+# (arXiv:2412.19437, 2409.02060, 2508.06471).
+_GLM_4_BALANCE = {"balance_loss": 0.0001, "router_bias_rate": 0.001}
 PRESETS: dict[str, Preset] = {
   "gpt2_124m": Preset(1024, _sizes(12, 768, 3072, 12, 12, _GPT_2)),
   "gpt3_175b": Preset(2048, _sizes(96, 12_288, 49_152, 96, 96, _GPT_3)),
@@ -396,6 +402,24 @@ PRESETS: dict[str, Preset] = {
     4096,
     _sizes(61, 7168, 18_432, 128, 128, _DEEPSEEK_V3, attention_scale=_yarn_scale(1.0)),
     {"balance_loss": 0.0001, "router_bias_rate": 0.001},
+  ),
+  "glm4_5_air": Preset(
+    4096,
+    _sizes(
+      *(46, 4096, 10_944, 96, 8, _GLM_4),
+      **{"experts": 128, "dense_layers": 1},
+      **{"expert_feedforward_size": 1408, "shared_feedforward_size": 1408},
+    ),
+    _GLM_4_BALANCE,
+  ),
+  "glm4_5": Preset(
+    4096,
+    _sizes(
+      *(92, 5120, 12_288, 96, 8, _GLM_4),
+      **{"experts": 160, "dense_layers": 3, "query_key_norm": True, "router_scale": 2.5},
+      **{"expert_feedforward_size": 1536, "shared_feedforward_size": 1536},
+    ),
+    _GLM_4_BALANCE,
   ),
   "gpt_oss_20b": Preset(
     4096, _sizes(24, 2880, 2880, 64, 8, _GPT_OSS, experts=32), {"balance_loss": 0.01}

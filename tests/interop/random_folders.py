@@ -91,6 +91,13 @@ def keys_of(model_type: str, draw: random.Random) -> dict[str, Any]:
     found.update(kv_lora_rank=8, q_lora_rank=draw.choice([None, 6]), v_head_dim=5)
     found.update(qk_nope_head_dim=6, qk_rope_head_dim=4, num_mtp_layers=0)
     found["attention_bias"] = draw.choice([True, False])
+  if model_type == "glm4_moe":
+    found.update(num_nextn_predict_layers=0, moe_intermediate_size=10, num_experts_per_tok=2)
+    found.update(n_routed_experts=8, n_group=draw.choice([1, 4]), topk_group=1)
+    found.update(head_dim=8, partial_rotary_factor=draw.choice([0.5, 0.25, 1.0]))
+    found.update(first_k_dense_replace=draw.choice([0, 1]), n_shared_experts=draw.choice([1, 2]))
+    for key in ("use_qk_norm", "attention_bias", "norm_topk_prob"):
+      found[key] = draw.choice([True, False])
   if model_type.startswith("gemma"):
     found["tie_word_embeddings"] = True
   if model_type in ("gemma2", "gemma3_text"):

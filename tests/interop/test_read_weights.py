@@ -30,6 +30,7 @@ MESHES = {
   "gemma": "dp8",
   "gemma2": "fsdp8",
   "gemma3": "dp4_tp2",
+  "glm4_moe": "dp2_fsdp2_tp2",
   "gpt2": "fsdp8",
   "gpt_oss": "dp4_tp2",
   "llama": "dp4_tp2",

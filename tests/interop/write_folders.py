@@ -161,6 +161,21 @@ FOLDERS = {
     },
     "bfloat16",
   ),
+  "glm4_moe": (
+    "glm4_moe",
+    {
+      **{key: LATENT[key] for key in LATENT if key[:2] not in ("kv", "qk", "v_")},
+      "num_key_value_heads": 2,
+      "head_dim": 8,
+      "attention_bias": True,
+      "use_qk_norm": True,
+      "num_nextn_predict_layers": 0,
+      "routed_scaling_factor": 1.5,
+      "partial_rotary_factor": 0.5,
+      "rope": (1000.0, {}),
+    },
+    "bfloat16",
+  ),
 }
 LEAST_MARGIN = 1e-5  # between the scores of two experts, or of two groups
 

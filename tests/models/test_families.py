@@ -75,6 +75,10 @@ PUBLISHED = {
   "olmoe_1b_7b": 6_919_161_856,
   "deepseek_v2_lite": 15_706_484_224,
   "deepseek_v3": 671_026_419_200,
+  # Of all the tensors, without the layer that predicts further tokens: a layer with experts, two
+  # tables of tokens, a projection from twice the width, and three norms.
+  "glm4_5_air": 110_468_824_832 - 3_616_573_568,
+  "glm4_5": 358_337_791_296 - 5_539_962_272,
   "gpt_oss_20b": 20_914_757_184,
   "gpt_oss_120b": 116_829_156_672,
 }
