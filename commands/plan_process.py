@@ -1,6 +1,7 @@
 """Plans, and the process that makes them, with the environment that the TPU compiler needs.
 
-A plan is cached under a digest of its inputs: config, topology, code and versions.
+A plan is cached under a digest of its inputs: config, topology, code and versions; its compiled
+program also under what it is lowered to, which most keys of a config do not change.
 """
 
 import contextlib
@@ -89,6 +90,8 @@ def made(
     remark = f"cached plan of the same config, topology, code and versions: {kept}"
     return {**json.loads(kept.read_text()), "remarks": [remark]}
   request = {"config": config, "topology": topology, "title": title, "simulate": simulate}
+  programs = kept and kept.with_name(_digest(_made_by(topology)))
+  request["programs"] = None if debug or programs is None else str(programs)
   found = answer({**request, "task": "plan", "command": command}, debug=debug, label=label)
   if kept:
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -209,16 +212,25 @@ def place(config: ConfigDict, topology: str, title: str) -> epath.Path | None:
   """Returns the place of this plan in the cache, without a suffix; None without a cache."""
   if not config.planning.cache_dir:
     return None
+  given = {key: value for key, value in forms.plain(config).items() if key != "planning"}
+  given["planning"] = {k: v for k, v in config.planning.items() if k != "cache_dir"}
+  facts = [given, title, *_made_by(topology)]
+  if "folder" in config.model and config.model.folder:
+    facts.append(hf_folder.digest(hf_folder.local(config.model.folder, "model.folder")))
+  return epath.Path(config.planning.cache_dir).expanduser() / _digest(facts)
+
+
+def _made_by(topology: str) -> list[Any]:
+  """Returns what plans follow from besides the config: topology, code, compilers, their flags."""
   code = hashlib.sha256()
   for path in sorted((ROOT / "planning").glob("*.py")):
     code.update(f"{path.name}\n".encode() + path.read_bytes())
-  given = {key: value for key, value in forms.plain(config).items() if key != "planning"}
-  given["planning"] = {k: v for k, v in config.planning.items() if k != "cache_dir"}
-  facts = [given, topology, title, everything(), code.hexdigest(), _compilers()]
-  if "folder" in config.model and config.model.folder:
-    facts.append(hf_folder.digest(hf_folder.local(config.model.folder, "model.folder")))
-  digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
-  return epath.Path(config.planning.cache_dir).expanduser() / digest
+  given = {name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+  return [topology, everything(), code.hexdigest(), _compilers(), given]
+
+
+def _digest(facts: Any) -> str:
+  return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _compilers() -> list[str]:

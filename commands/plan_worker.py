@@ -85,6 +85,7 @@ def _plan(request: Mapping[str, Any]) -> dict[str, Any]:
     simulate=request["simulate"],
     progress=lambda phase: report(request["phases"], phase),
     dumped=dumped,
+    kept=request["programs"],
   )
   report(request["phases"], "writing the page")
   page = plan_report.html(found, command=request["command"])

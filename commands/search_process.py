@@ -92,7 +92,7 @@ def _compiled(asked: Asked, name: str, found: Found) -> Found:
       tried.append(Tried(one, 0, None, next(iter(str(error).splitlines()), "failed")))
     else:
       size, seconds = plan["peak_bytes_per_device"], plan["step_seconds"]
-      fits = plan["fits"] and size <= found.limit
+      fits = plan["fits"] and plan["allocated_bytes_per_device"] <= found.limit
       tried.append(Tried(one, size, seconds["expected"] if fits else None))
     _say_tried(tried, search_results.COMPILER, began, asked.compilations - len(tried))
   return dataclasses.replace(found, tried=tried, source=search_results.COMPILER)

@@ -4,17 +4,21 @@ import concurrent.futures
 import copy
 import dataclasses
 import functools
+import hashlib
 import importlib.util
+import json
 import math
 import pathlib
 import re
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 
 # Experimental: no public name describes devices that are not attached (jax 0.10.2 to 0.12.0).
 from jax.experimental import topologies as described
@@ -29,9 +33,9 @@ from planning import buffers, gpu_target
 from planning.interconnect import Places, in_order
 from planning.step_facts import of_job
 from planning.topology import Topology, of_devices, parse, require_devices, with_slices
-from runtime import devices
+from runtime import devices, files
 from runtime.chips import Rates, overridden
-from training import setup
+from training import compiler_options, setup
 
 # The compiler's message about a program that is too large: all of it, or without its arguments. The
 # wording is the only source, as jaxlib's error has no fields; if it changes, the error is raised
@@ -86,6 +90,26 @@ class Program:
   fits: bool
   host_bytes: int = 0
   at_peak: buffers.Assignment | None = None
+
+  @property
+  def allocated_bytes(self) -> int:
+    """Returns the bytes that a device must have: the peak and, as far as known, gaps in it."""
+    found = self.at_peak
+    return max(self.peak_bytes, found.peak + found.gaps if found else 0)
+
+  def packed(self) -> bytes:
+    """Returns it as a file has it; `unpacked` reads it."""
+    return zlib.compress(json.dumps(dataclasses.asdict(self)).encode())
+
+  @staticmethod
+  def unpacked(content: bytes) -> "Program":
+    """Returns the program of a file."""
+    found = json.loads(zlib.decompress(content))
+    if at_peak := found["at_peak"]:
+      those = tuple(buffers.Buffer(**one) for one in at_peak["buffers"])
+      curve = tuple(at_peak["curve"])
+      found["at_peak"] = buffers.Assignment(**{**at_peak, "buffers": those, "curve": curve})
+    return Program(**found)
 
 
 def compiler_there(topology: Topology) -> bool:
@@ -255,7 +279,9 @@ def prepare(config: ConfigDict, topology: Topology, here: Here) -> setup.Job:
   return setup.prepare(config, its_devices, choices)
 
 
-def compile_step(ready: setup.Job, dumped: pathlib.Path | None = None) -> Program:
+def compile_step(
+  ready: setup.Job, dumped: pathlib.Path | None = None, kept: str | None = None
+) -> Program:
   """Compiles the step that `train` would compile; a program that does not fit is a valid result.
 
   Of a program for TPUs the machine code, which takes nine tenths of the compiler's time, is not
@@ -265,25 +291,63 @@ def compile_step(ready: setup.Job, dumped: pathlib.Path | None = None) -> Progra
   Args:
     ready: the job.
     dumped: where XLA writes buffers, by `buffers.xla_flags`; None: nowhere.
+    kept: the beginning of the paths of compiled programs, which stands for the topology, the code
+      and the compiler; None: none are kept.
   """
+  lowered, options = ready.lowered_train_step()
+  devices = [device.id for device in ready.mesh.devices.flat]
+  facts = json.dumps([without_numbers(lowered.as_text()), devices, options], sort_keys=True)
+  place = kept and epath.Path(f"{kept}.{hashlib.sha256(facts.encode()).hexdigest()[:24]}.program")
+  if place and place.exists():
+    return Program.unpacked(files.read_bytes(place))
   made: concurrent.futures.Future[Program] = concurrent.futures.Future()
 
   def compile_it() -> None:
     try:
-      made.set_result(compile_to_run(ready)[0])
+      compiled = compiler_options.compile_with(lowered, *options)
+      made.set_result(_program(compiled, ready.devices.platform))
     except BaseException as error:
       made.set_exception(error)
 
   threading.Thread(target=compile_it, name="compiler", daemon=True).start()
   while not made.done() and not (dumped and buffers.accepted(dumped)):
     time.sleep(_POLL_SECONDS)
+  at_peak = buffers.read(dumped, of_job(ready)) if dumped else None
   if not made.done():
     text = buffers.program_text(dumped)
-    found = buffers.read(dumped, of_job(ready))
-    return Program(text, found.peak, True, found.host, found)
-  program = made.result()
-  at_peak = buffers.read(dumped, of_job(ready)) if dumped else None
-  return dataclasses.replace(program, at_peak=at_peak)
+    found = Program(text, at_peak.peak, True, at_peak.host, at_peak)
+  elif error := made.exception():
+    found = dataclasses.replace(_refused(error, ready), at_peak=at_peak)
+  else:
+    found = dataclasses.replace(made.result(), at_peak=at_peak)
+  if place:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    files.replace(place, found.packed(), shared=True)
+  return found
+
+
+# A number at the top level of a lowered program, where the optimizer's and its schedule's are:
+# those of a loop's bounds and slices stand within the loop.
+_NUMBER = re.compile(
+  r"^    (%\w+ = stablehlo.constant dense<)(-?[\d.]+(?:[eE][+-]\d+)?)(> : tensor<[if]\d+>)$",
+  re.MULTILINE,
+)
+
+
+def without_numbers(text: str) -> str:
+  """Returns a lowered program with a place holder for each number of the optimizer's schedule.
+
+  Two programs that differ in them alone have the same buffers and take the same time. 0, 1 and -1
+  stay: the compiler leaves out what adds, or multiplies by, them.
+  """
+  seen: dict[str, int] = {}
+
+  def named(found: re.Match) -> str:
+    if abs(float(found[2])) in (0, 1):
+      return found[0]
+    return f"    {found[1]}#{seen.setdefault(found[2], len(seen))}{found[3]}"
+
+  return _NUMBER.sub(named, text)
 
 
 def compile_to_run(ready: setup.Job) -> tuple[Program, Callable | None]:
@@ -291,12 +355,21 @@ def compile_to_run(ready: setup.Job) -> tuple[Program, Callable | None]:
   try:
     compiled = ready.compile_train_step().function
   except jax.errors.JaxRuntimeError as error:
-    used = needed(str(error), _held(ready))
-    if used is None:
-      raise
-    return Program("", used, False), None
-  peak, host = memory_of(compiled, ready.devices.platform)
-  return Program(compiled.as_text(), peak, True, host), compiled
+    return _refused(error, ready), None
+  return _program(compiled, ready.devices.platform), compiled
+
+
+def _program(compiled: jax.stages.Compiled, platform: str) -> Program:
+  peak, host = memory_of(compiled, platform)
+  return Program(compiled.as_text(), peak, True, host)
+
+
+def _refused(error: BaseException, ready: setup.Job) -> Program:
+  """Returns the program that the compiler has no memory for; raises any other error."""
+  used = isinstance(error, jax.errors.JaxRuntimeError) and needed(str(error), _held(ready))
+  if not used:
+    raise error
+  return Program("", used, False)
 
 
 def memory_of(compiled: Any, platform: str) -> tuple[int, int]:

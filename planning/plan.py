@@ -88,9 +88,14 @@ class Plan:
 
   @property
   def fits(self) -> bool:
-    """Returns the verdict: the compiler has accepted it, if there is one, and its peak has room."""
+    """Returns the verdict: the compiler has accepted it, if there is one, and there is room."""
     accepted = self.program is None or self.program.fits
-    return accepted and self.peak_bytes <= self.topology.usable_bytes
+    return accepted and self.allocated_bytes <= self.topology.usable_bytes
+
+  @property
+  def allocated_bytes(self) -> int:
+    """Returns the bytes that a device must have: of a compiled program with its gaps."""
+    return self.program.allocated_bytes if self.program else self.memory_at_once
 
   @property
   def node_devices(self) -> int:
@@ -191,6 +196,7 @@ class Plan:
       "compiled": self.program is not None,
       "accuracy": self.accuracy,
       "peak_bytes_per_device": self.peak_bytes,
+      "allocated_bytes_per_device": self.allocated_bytes,
       "hbm_bytes_per_device": int(self.topology.chip.hbm_bytes),
       "parameters": dict(zip(("total", "active"), self.job.parameter_counts(), strict=True)),
       "chosen": {one.key: one.value for one in self.job.choices},
@@ -253,6 +259,7 @@ def make(
   here: aot.Here | None = None,
   progress: Callable[[str], None] = lambda phase: None,
   dumped: pathlib.Path | None = None,
+  kept: str | None = None,
 ) -> Plan:
   """Returns the plan of a config.
 
@@ -264,6 +271,7 @@ def make(
     here: the devices of this process, if already started; by default they are started here.
     progress: called with the current phase.
     dumped: where XLA writes buffers, by `buffers.xla_flags`; None: nowhere.
+    kept: as `aot.compile_step` takes it.
 
   Raises:
     ValueError: bad input: the topology, the mesh, the layout, a constant.
@@ -280,7 +288,7 @@ def make(
   if aot.compiled_here(topology, target.here):
     progress(f"compiling the step for {ready.mesh.size} devices of {topology.name}")
     try:
-      program = aot.compile_step(ready, dumped)
+      program = aot.compile_step(ready, dumped, kept)
     except NotImplementedError as refusal:  # of cuDNN's attention, without a GPU
       refused = f"not compiled, so all is by formula: {refusal}"
   if program is not None:
@@ -299,7 +307,7 @@ def make(
   )
   if not found.fits:
     progress("looking for overrides that fit")
-    scale = found.peak_bytes / found.memory_at_once
+    scale = found.allocated_bytes / found.memory_at_once
     advice = suggestions.overrides_that_fit(target, ready, scale)
     return dataclasses.replace(found, advice=advice)
   progress("timing the step")
@@ -311,7 +319,7 @@ def make(
   else:
     sent = collectives(program.text, ready.mesh)
     times = step_time.times(compiled, sent, where, topology.chip, rates)
-    free = topology.usable_bytes - found.peak_bytes
+    free = topology.usable_bytes - found.allocated_bytes
     once = suggestions.gather_once_advice(step, times.sent, times.step, free)
     count = next(iter(traced_step.loops(step.model)), None)
     line = timelines.of(compiled, times, count)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from partitioning.rules import size_text
-from planning import buffers, gpu_target, memory, roofline
+from planning import buffers, gpu_target, memory, prediction, roofline
 from planning.plan import Plan
 from planning.step_time import by_axes
 from planning.timeline import Bar, Gap, Layer, Timeline
@@ -215,17 +215,24 @@ def advice(plan: Plan) -> list[str]:
   return lines
 
 
+_GAPS = 1.02  # times the peak: gaps below that are not worth a word
+
+
 def verdict(plan: Plan) -> str:
   """Returns whether it fits, in one line."""
-  room, peak = int(plan.topology.usable_bytes), plan.peak_bytes
+  room, peak, taken = int(plan.topology.usable_bytes), plan.peak_bytes, plan.allocated_bytes
   who = "by the compiler" if plan.program else "by formula, without a compiler"
   slices = math.prod(plan.job.devices.slices.values())
   of = f"{slices} slices of {plan.topology.name}" if slices > 1 else plan.topology.name
   devices = f"{plan.job.mesh.size} devices of {of}"
-  says = f"{size_text(peak)} of {size_text(room)} per device, {who}"
+  gaps = f", {size_text(taken)} with gaps between buffers" if taken > _GAPS * peak else ""
+  says = f"{size_text(peak)} of {size_text(room)} per device, {who}{gaps}"
   if plan.fits:
-    return f"fits {devices}: {says}; headroom {size_text(room - peak)}"
-  return f"does not fit {devices}: {says}; {size_text(peak - room)} too much, so no speed is given"
+    near = not plan.program and taken > (1 - prediction.MEMORY_WITHIN) * room
+    off = f", which is less than formulas may be off by ({prediction.MEMORY_WITHIN:.0%})"
+    return f"fits {devices}: {says}; headroom {size_text(room - taken)}{off if near else ''}"
+  much = f"{size_text(taken - room)} too much" if taken > room else "which the compiler refuses"
+  return f"does not fit {devices}: {says}; {much}, so no speed is given"
 
 
 def notes(plan: Plan) -> list[str]:

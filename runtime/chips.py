@@ -114,7 +114,7 @@ SOURCES = (
   "[13] AMD's data sheets and white paper on CDNA 3"
 )
 # Sheets say GB; what a TPU's compiler and a GPU's driver find is as many GiB, or nearly: libtpu's
-# messages of v4, v5e and v6e have 30.75, 15.75 and 31.25.
+# messages of a program that is too large have those of TPUs.
 GIB = 2.0**30
 
 # name | GiB of memory | its TB/s | GB/s of links, beyond the slice or machine, and to the host |
@@ -125,10 +125,10 @@ GIB = 2.0**30
 _TPUS = """
 v4  | 30.75 | 1.2  | 90  6.25  15 | 275 | 0 | tpu v4               | [1], of int8 [1], [2]
 v5e | 15.75 | 0.82 | 90  3.125 15 | 197 | 0 | tpu v5 lite, tpu v5e | [1], of int8 [1], [2]
-v5p | 95    | 2.77 | 180 6.25  15 | 459 | 0 | tpu v5, tpu v5p      | [1], of int8 [1], [2]
+v5p | 95.74 | 2.77 | 180 6.25  15 | 459 | 0 | tpu v5, tpu v5p      | [1], of int8 [1], [2]
 v6e | 31.25 | 1.64 | 180 12.5  32 | 918 | 0 | tpu v6 lite, tpu v6e | [1], of int8 [1], [2]
 """
-_TPU7X = "tpu7x | 96 | 3.7 | 100 6.25 15 | 1153.5 | 0 | tpu7x | [1], a chip is two JAX devices"
+_TPU7X = "tpu7x | 94.75 | 3.7 | 100 6.25 15 | 1153.5 | 0 | tpu7x | [1], a chip is two JAX devices"
 _CPU = "cpu | 0 | 0.02 | 4 1 20 | 0.1 | 0 | | a guess at two cores, which the devices share"
 _NVLINK = """
 a100      | 80   | 2.039 | 300 25 32  | 312   | 8  | nvidia a100-sxm4-80gb | [3] A100

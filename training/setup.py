@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -193,10 +193,7 @@ class Job:
       **jit: further arguments of `jax.jit`.
     """
     began = time.monotonic()
-    _, given = compiler_options.resolved(self.config.compiler_options, {})
-    if self.devices.lowered_for:
-      options = {**compiler_options.WITHOUT_GPU, **(options or {})}
-    given = {**(options or {}), **given}
+    given = self._options(options)
     store = self.executables if name else None
     devices = [*self.mesh.devices.flat]
     if store:
@@ -205,18 +202,30 @@ class Job:
       key = store.key(name, [*own, *shared])
       if found := store.load(name, key, devices):
         return Compiled(found, time.monotonic() - began, stored=True)
-    if activations is not None:
-      # jax.jit caches traces by function, and does not know the table that one was made under.
-      function = functools.wraps(function)(functools.partial(function))
 
     def finish(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
       return compiler_options.compile_with(lowered, self.compiler_defaults, given)
 
+    lowered = self._lowered(function, *arguments, activations=activations, **jit)
     with self.tracing(activations):
-      traced = jax.jit(function, **jit).trace(*arguments)
-      lowered = traced.lower(lowering_platforms=self.devices.lowered_for)
       compiled = store.compiled(name, key, lowered, finish, devices) if store else finish(lowered)
     return Compiled(compiled, time.monotonic() - began)
+
+  def _options(self, options: Mapping[str, str | bool] | None = None) -> dict[str, str | bool]:
+    """Returns the compiler options that must not be left out, the config's over those given."""
+    without = compiler_options.WITHOUT_GPU if self.devices.lowered_for else {}
+    config = compiler_options.resolved(self.config.compiler_options, {})[1]
+    return {**without, **(options or {}), **config}
+
+  def _lowered(
+    self, function: Callable, *arguments: Any, activations: Table | None = None, **jit: Any
+  ) -> jax.stages.Lowered:
+    if activations is not None:
+      # jax.jit caches traces by function, and does not know the table that one was made under.
+      function = functools.wraps(function)(functools.partial(function))
+    with self.tracing(activations):
+      traced = jax.jit(function, **jit).trace(*arguments)
+      return traced.lower(lowering_platforms=self.devices.lowered_for)
 
   def compile_init(self, *given: Any) -> "Compiled":
     """Compiles `key -> state`, or with parameters `(key, given) -> state without them`."""
@@ -243,15 +252,24 @@ class Job:
     Args:
       shape: of the batches of a stage of a ramp; None: of the last.
     """
+    batch = self.batch if shape is None else self.batches.abstract(self.legend, shape)
     return self.compile(
-      self.program.train_step,
-      self.state,
-      self.batch if shape is None else self.batches.abstract(self.legend, shape),
-      name="train step",
-      in_shardings=(self.state_shardings, self.batch_shardings),
-      out_shardings=(self.state_shardings, NamedSharding(self.mesh, PartitionSpec())),
-      donate_argnums=0,
+      self.program.train_step, self.state, batch, name="train step", **self._jit_of_train_step
     )
+
+  def lowered_train_step(self) -> tuple[jax.stages.Lowered, list[dict[str, str | bool]]]:
+    """Returns the program of the train step, and the options, as `compile_with` takes them."""
+    step, jit = self.program.train_step, self._jit_of_train_step
+    lowered = self._lowered(step, self.state, self.batch, **jit)
+    return lowered, [self.compiler_defaults, self._options()]
+
+  @property
+  def _jit_of_train_step(self) -> dict[str, Any]:
+    return {
+      "in_shardings": (self.state_shardings, self.batch_shardings),
+      "out_shardings": (self.state_shardings, NamedSharding(self.mesh, PartitionSpec())),
+      "donate_argnums": 0,
+    }
 
   def compile_eval_step(self) -> "Compiled":
     """Compiles `(params, batch) -> sums`; `(params, batch, None, variables)` where it has any."""

@@ -19,6 +19,7 @@ from tests.helpers.terminals import Terminal
 from tests.helpers.terminals import main as command
 
 AXES = ("data", "tensor")
+BYTES = dict.fromkeys(("peak_bytes_per_device", "allocated_bytes_per_device"), 1000)
 MLP = ["--config=configs/dp4_tp2.py:mlp", "--config.model.model_size=16"]
 
 
@@ -59,7 +60,7 @@ def compiler(monkeypatch, seconds, *, fits=True):
   def made(config, topology, **_):
     configs.append(config)
     times = {"expected": seconds(config)} if fits else None
-    return {"plan": {"fits": fits, "peak_bytes_per_device": 1000, "step_seconds": times}}
+    return {"plan": {"fits": fits, **BYTES, "step_seconds": times}}
 
   monkeypatch.setattr(plan_process, "made", made)
   monkeypatch.setattr(aot, "compiled_here", lambda *_: True)
@@ -139,7 +140,7 @@ def test_a_compilation_that_fails_is_reported_and_the_search_goes_on(
     if len(calls) == 1:
       raise RuntimeError("the compiler crashed\nmore")
     times = {"expected": 1.0}
-    return {"plan": {"fits": True, "peak_bytes_per_device": 9, "step_seconds": times}}
+    return {"plan": {"fits": True, **BYTES, "step_seconds": times}}
 
   monkeypatch.setattr(plan_process, "made", made)
   monkeypatch.setattr(aot, "compiled_here", lambda *_: True)

@@ -14,6 +14,7 @@ from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
 from partitioning.parallel import collectives as manual
 from planning import aot
+from planning.buffers import Assignment, Buffer
 from planning.plan import Plan
 from planning.topology import EXAMPLES, parse, with_slices
 from runtime import hlo
@@ -80,7 +81,7 @@ def test_a_program_is_judged_by_its_peak_and_not_by_what_it_allocates(
     compile_train_step=lambda: types.SimpleNamespace(function=function),
     devices=types.SimpleNamespace(platform="tpu"),
   )
-  found = aot.compile_step(ready)
+  found, _ = aot.compile_to_run(ready)
   assert (found.fits, found.peak_bytes) == (True, int(peak * GIB))
   assert found.host_bytes == int(on_the_host * GIB)
 
@@ -93,6 +94,48 @@ def test_the_verdict_is_that_of_the_compiler_and_of_the_peak(accepted, peak, fit
   program = aot.Program("", int(peak * GIB), accepted)
   found = Plan("", None, parse("v6e:2x4"), Rates(), program, {}, None, ())
   assert found.fits == fits
+
+
+def test_a_device_must_have_the_gaps_between_buffers_too():
+  at_peak = Assignment((), (), int(29.0 * GIB), int(2.5 * GIB))
+  program = aot.Program("", int(29.0 * GIB), True, at_peak=at_peak)
+  found = Plan("", None, parse("v6e:2x4"), Rates(), program, {}, None, ())
+  assert (found.peak_bytes, found.allocated_bytes) == (29.0 * GIB, 31.5 * GIB)
+  assert not found.fits
+
+
+def test_a_compiled_program_is_kept_under_what_it_is_lowered_to(tmp_path, monkeypatch):
+  """Steps and the learning rate are numbers in it; layers, rows and compiler options are more."""
+  compilations = []
+
+  def compile_with(*arguments):
+    compilations.append(arguments)
+    return types.SimpleNamespace(as_text=lambda: f"HloModule m{len(compilations)}")
+
+  monkeypatch.setattr(aot.compiler_options, "compile_with", compile_with)
+  monkeypatch.setattr(aot, "memory_of", lambda *_: (1000, 10))
+
+  def text(topology="v5e:4x2", **changes):
+    config = dp8.get_config("lm")
+    given = {"training.steps": 100, "optimizer.warmup_steps": 10, **changes}
+    config.update_from_flattened_dict(given)
+    ready = aot.prepare(config, parse("cpu:8"), ())
+    return aot.compile_step(ready, kept=str(tmp_path / topology)).text
+
+  first = text()
+  alike = {"training.steps": 321, "optimizer.warmup_steps": 17, "optimizer.learning_rate": 0.02}
+  alike |= {"seed": 5, "evaluation.every_steps": 3, "checkpoint.every_steps": 7}
+  assert text(**alike) == text() == first
+  others = [{"model.layers": 4}, {"data.global_batch_size": 128}]
+  others += [{"training.gradient_accumulation_steps": count} for count in (2, 4)]
+  others += [{"compiler_options": "xla_cpu_enable_fast_math=true"}, {"topology": "v6e:4x2"}]
+  assert len({first, *(text(**more) for more in others)}) == len(compilations) == 1 + len(others)
+
+
+def test_a_kept_program_is_read_as_it_was():
+  at = Buffer("fusion.1", "f32[8]", "", 32, "activations", "a.py:1", "b.py:2", 0, 1)
+  program = aot.Program("HloModule m", 32, True, 8, Assignment((at,), (0, 32), 32, 4, 8))
+  assert aot.Program.unpacked(program.packed()) == program
 
 
 def sliced(topology, **over):

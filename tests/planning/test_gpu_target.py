@@ -63,7 +63,7 @@ def test_the_peak_is_that_of_the_program_on_an_h100():
 
 @pytest.mark.long
 def test_a_step_that_jax_refuses_to_compile_without_a_gpu_is_planned_by_formula(monkeypatch):
-  def refuse(ready, dumped):
+  def refuse(*_):
     raise NotImplementedError("head_dim <= 128")
 
   monkeypatch.setattr(aot, "compiled_here", lambda *_: True)
