@@ -9,6 +9,10 @@
 #   RUNS=FILE sbatch --array=1-3 processes/launch/slurm.sh --config=configs/fsdp.py
 #
 # Each task of the array is a run of its own: line N of the file has its further arguments.
+#
+#   REPLACEMENTS=3 sbatch processes/launch/slurm.sh ...
+#
+# Each task starts its process again, three times at most, when a signal has ended it; the others stay.
 
 #SBATCH --job-name=meshwright
 #SBATCH --output=slurm-%j.out
@@ -35,6 +39,9 @@ if [[ ! $MAX_FAILURES =~ ^[0-9]{1,3}$ ]]; then
   echo "refused: MAX_FAILURES=$MAX_FAILURES is not a number below 1000" >&2
   exit 2
 fi
+
+main=(.venv/bin/python main.py)
+[[ -z ${REPLACEMENTS:-} ]] || main=(processes/launch/again.sh "${main[@]}")
 
 if [[ $# -eq 0 ]]; then
   echo "usage: sbatch [SBATCH'S FLAGS] processes/launch/slurm.sh --config=CONFIG --workdir=FOLDER ..." >&2
@@ -76,7 +83,7 @@ trap 'wanted=no; pass_on SIGUSR1' USR1
 # exit with the same code, and SIGKILL would hide it (srun returns the highest code of all, and 137
 # for SIGKILL). So they get 60 s, whatever KillOnBadExit is at this site.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun does not take it from sbatch
-srun --kill-on-bad-exit=0 --wait=60 .venv/bin/python main.py "$@" &
+srun --kill-on-bad-exit=0 --wait=60 "${main[@]}" "$@" &
 step=$!
 while true; do
   interrupted=""

@@ -128,7 +128,7 @@ def test_what_xpk_would_not_understand_is_refused(arguments, why):
 
 VALIDATE = """
 import sys, yaml, kubernetes_validate
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from kubeflow_trainer_api import models
 
 def unread(given, read, path=""):
   if isinstance(given, dict):
@@ -139,31 +139,42 @@ def unread(given, read, path=""):
     for one, other in zip(given, read, strict=True):
       yield from unread(one, other, path)
 
-jobset, policy = yaml.safe_load_all(open(sys.argv[1]))
-wrong = list(unread(jobset, JobsetV1alpha2JobSet.from_dict(jobset).to_dict()))
-assert not wrong, f"no fields of a JobSet: {wrong}"
-for replicated in jobset["spec"]["replicatedJobs"]:
-  job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
-  kubernetes_validate.validate({**job, "spec": replicated["template"]["spec"]}, "1.34", strict=True)
-kubernetes_validate.validate(policy, "1.34", strict=True)
+READ = {
+  "JobSet": models.JobsetV1alpha2JobSet,
+  "TrainJob": models.TrainerV1alpha1TrainJob,
+  "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+}
+for given in yaml.safe_load_all(open(sys.argv[1])):
+  if given["kind"] not in READ:
+    kubernetes_validate.validate(given, "1.34", strict=True)
+    continue
+  wrong = list(unread(given, READ[given["kind"]].from_dict(given).to_dict()))
+  assert not wrong, f"no fields of a {given['kind']}: {wrong}"
+  of_jobset = given["spec"].get("template", given)["spec"] if given["kind"] != "TrainJob" else {}
+  for replicated in of_jobset.get("replicatedJobs", ()):
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
+    job["spec"] = replicated["template"]["spec"]
+    kubernetes_validate.validate(job, "1.34", strict=True)
 """
 
 
 @pytest.mark.deploy
-def test_kubernetes_knows_every_field_of_the_jobset(tmp_path):
-  jobset = LAUNCH / "jobset.yaml"
-  done = tool("python", "-c", VALIDATE, str(jobset), home=tmp_path)
+@pytest.mark.parametrize(
+  ("name", "keys"),
+  [
+    ("jobset.yaml", ("maxRestarts", "backoffLimit", "podSelector", "medium")),
+    ("trainjob.yaml", ("numNodes", "onExitCodes", "resourcesPerNode", "medium")),
+  ],
+)
+def test_kubernetes_knows_every_field_of_the_templates(tmp_path, name, keys):
+  done = tool("python", "-c", VALIDATE, str(LAUNCH / name), home=tmp_path)
   assert done.returncode == 0, done.stderr
   wrong = tmp_path / "wrong.yaml"
-  for right, changed in (
-    ("maxRestarts", "maxRestart"),
-    ("backoffLimit", "backOffLimit"),
-    ("podSelector", "podsSelector"),
-  ):
-    wrong.write_text(jobset.read_text().replace(f"{right}:", f"{changed}:"))
+  for key in keys:
+    wrong.write_text((LAUNCH / name).read_text().replace(f"{key}:", f"{key}x:"))
     done = tool("python", "-c", VALIDATE, str(wrong), home=tmp_path)
-    assert done.returncode != 0, changed
-    assert changed in done.stderr
+    assert done.returncode != 0, key
+    assert f"{key}x" in done.stderr
 
 
 @pytest.mark.deploy

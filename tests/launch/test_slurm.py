@@ -221,3 +221,80 @@ def test_slurm_refuses_an_array_whose_tasks_have_no_line(slurm, runs):
   assert (returned, calls) == (2, [])
   assert "task 2 of an array needs RUNS=FILE, a file whose line 2 has" in out
   assert f"RUNS={runs or ''}" in out
+
+
+# ------------------------------ again.sh ------------------------------
+
+# The first starts are ended by a signal; the last exits with a code, or runs until it is stopped.
+COMMAND = """
+echo "start $MESHWRIGHT_REPLACEABLE" >>calls
+if (( $(wc -l <calls) <= DEATHS )); then kill -"$SIGNAL" $$; fi
+if [[ -n $CODE ]]; then exit "$CODE"; fi
+trap 'exit 75' TERM
+echo $$ >task
+while :; do sleep 0.05; done
+"""
+
+
+def again(folder, deaths, code, number="KILL", replacements="2", **variables):
+  """Starts again.sh with a command that dies so often."""
+  play(folder / "bin", "scancel", 'echo "scancel $*" >>told')
+  environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "REPLACEMENTS": replacements}
+  played = {"DEATHS": str(deaths), "CODE": str(code), "SIGNAL": number}
+  return subprocess.Popen(
+    [LAUNCH / "again.sh", "bash", "-c", COMMAND],
+    cwd=folder,
+    env={**os.environ, **environment, **played, **variables},
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+@pytest.mark.parametrize(
+  ("deaths", "number", "code", "starts", "returned"),
+  [
+    (0, "KILL", 0, 1, 0),
+    (0, "KILL", 1, 1, 1),
+    (2, "ABRT", 3, 3, 3),
+    (1, "USR1", 0, 1, 0),  # ignored, as it is while a process begins
+    (9, "KILL", 0, 3, 137),
+  ],
+)
+def test_a_command_that_a_signal_ends_is_run_again(
+  tmp_path, deaths, number, code, starts, returned
+):
+  process = again(tmp_path, deaths, code, number)
+  _, error = process.communicate(timeout=20)
+  assert process.returncode == returned, error
+  assert (tmp_path / "calls").read_text().splitlines() == ["start "] * starts
+  assert error.count("run again") == starts - 1
+  assert not (tmp_path / "told").exists()
+
+
+def test_under_slurm_the_other_tasks_are_told(tmp_path):
+  process = again(tmp_path, 1, 0, SLURM_JOB_ID="41", SLURM_STEP_ID="0", SLURM_PROCID="3")
+  _, error = process.communicate(timeout=20)
+  assert "process 3 ended by signal 9; run again, 1 more at most" in error
+  assert (tmp_path / "told").read_text() == "scancel --signal=USR1 41.0\n"
+  assert (tmp_path / "calls").read_text() == "start 1\n" * 2
+
+
+def test_a_stop_is_passed_on_and_is_no_death(tmp_path):
+  process = again(tmp_path, 1, "")
+  deadline = time.monotonic() + 10
+  while not (tmp_path / "task").exists() or not (tmp_path / "task").read_text():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+  process.send_signal(signal.SIGTERM)
+  process.communicate(timeout=20)
+  assert process.returncode == 75
+  assert len((tmp_path / "calls").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("replacements", ["a[$(touch ran)]", "-1", "1000"])
+def test_a_number_of_replacements_that_is_none_is_refused(tmp_path, replacements):
+  process = again(tmp_path, 0, 0, replacements=replacements)
+  _, error = process.communicate(timeout=20)
+  assert process.returncode == 2
+  assert f"REPLACEMENTS={replacements} must be a number below 1000" in error
+  assert not (tmp_path / "ran").exists()

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import time
 
+import psutil
 import pytest
 
 from processes.listening import free_port
@@ -183,7 +184,7 @@ def cluster(tmp_path_factory):
 
 
 @pytest.mark.slurm
-def test_slurm_preempts_a_run_of_two_nodes_which_resumes_to_the_bit(cluster):
+def test_slurm_preempts_a_run_of_two_nodes_and_replaces_a_task_which_resume_to_the_bit(cluster):
   workdir, array = cluster.folder / "preempted", cluster.folder / "runs"
   run = (*FLAGS, f"--workdir={workdir}")
   node = ("--gpus-per-node=1", "--ntasks-per-node=1", "processes/launch/slurm.sh")
@@ -198,6 +199,24 @@ def test_slurm_preempts_a_run_of_two_nodes_which_resumes_to_the_bit(cluster):
   assert cluster.wait_for_end(job) == "0:0", cluster.output(job)
   assert "resumes from the checkpoint of step" in cluster.output(job)
 
+  # A task whose process is killed starts it again; the other one stays, and meets the new one.
+  replaced = cluster.folder / "replaced"
+  job = cluster.submit(*node, *FLAGS, f"--workdir={replaced}", REPLACEMENTS="1")
+  cluster.wait_for(lambda: "step 112/" in cluster.output(job), job)
+  [victim] = [
+    one
+    for one in psutil.process_iter(["cmdline", "environ"])
+    if {"main.py", f"--workdir={replaced}"} <= {*(one.info["cmdline"] or ())}
+    and one.info["cmdline"][1] == "main.py"  # and neither srun nor again.sh
+    and (one.info["environ"] or {}).get("SLURM_PROCID") == "1"
+  ]
+  victim.kill()
+  assert cluster.wait_for_end(job) == "0:0", cluster.output(job)
+  text = cluster.output(job)
+  assert "process 1 ended by signal 9; run again, 0 more at most" in text, text
+  assert "abandons the step in flight" in text, text
+  assert "requeued" not in text
+
   # An array, of which one run is the same undisturbed, on one node; the other is stopped for good.
   straight, other = cluster.folder / "straight", cluster.folder / "other"
   array.write_text(f"--workdir={straight}\n--workdir={other} --config.training.steps=100000\n")
@@ -211,3 +230,4 @@ def test_slurm_preempts_a_run_of_two_nodes_which_resumes_to_the_bit(cluster):
   assert cluster.wait_for_end(f"{jobs}_1") == "0:0", cluster.output(f"{jobs}_1")
   assert story(straight)[-1][0] == STEPS
   same.check(workdir, same.record(straight))
+  same.check(replaced, same.record(straight))

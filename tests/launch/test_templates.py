@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 import pathlib
 import re
 import subprocess
@@ -111,18 +112,17 @@ def test_make_targets_modules_and_files_exist():
   assert {path for path in paths if not (ROOT / path).is_file()} == set()
 
 
-def test_the_launcher_has_the_flags_that_the_document_gives_it():
-  given = {
-    flag
+@pytest.mark.parametrize("module", ["processes.launch"])
+def test_the_launchers_have_the_flags_that_the_document_gives_them(module):
+  options = [
+    line.partition(f"-m {module} ")[2].partition(" -- ")[0]
     for line in commands()
-    if "-m processes.launch" in line
-    for flag in re.findall(
-      r"--([a-z_]+)", line.partition("processes.launch")[2].partition(" -- ")[0]
-    )
-  }
+    if f"-m {module} " in line
+  ]
+  given = {*re.findall(r"--([a-z_]+)", " ".join(options))}
   assert "processes" in given
   done = subprocess.run(
-    [sys.executable, "-m", "processes.launch", "--help"], cwd=ROOT, capture_output=True, text=True
+    [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True
   )
   assert {flag for flag in given if f"--{flag}" not in done.stdout + done.stderr} == set()
 
@@ -131,7 +131,7 @@ def test_the_document_keeps_its_order_and_its_length():
   wanted = ["TPU VM", "GPU box", "Slurm", "Kubernetes", "XPK", "SkyPilot", "Laptop"]
   headings = re.findall(r"^## (.*)$", DOCS, re.MULTILINE)
   assert [heading for heading in headings if heading in wanted] == wanted
-  assert len(DOCS.splitlines()) < 290
+  assert len(DOCS.splitlines()) < 330
   for heading in ("TPU VM", "GPU box", "Slurm", "Kubernetes", "XPK", "SkyPilot"):
     section = DOCS.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     assert "Not tried on such a machine" in section, heading
@@ -164,7 +164,7 @@ def test_jobset_is_one():
 def test_jobset_names_the_processes():
   environment = {each["name"]: each for each in container()["env"]}
   ranks = {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"}
-  assert {*environment} == {*ranks, "MESHWRIGHT_TOKEN"}
+  assert {*environment} == {*ranks, "MESHWRIGHT_TOKEN", "REPLACEMENTS"}
   name, [replicated] = jobset()["metadata"]["name"], jobset()["spec"]["replicatedJobs"]
   [port] = (each["containerPort"] for each in container()["ports"])
   assert environment["JAX_COORDINATOR_ADDRESS"]["value"] == (
@@ -247,6 +247,16 @@ def test_the_pods_have_no_more_rights_than_training_needs():
   [(user, group)] = re.findall(r"^USER (\d+):(\d+)$", text, re.MULTILINE)
   ids = {pod["securityContext"][key] for key in ("runAsUser", "runAsGroup", "fsGroup")}
   assert ids == {int(user)} == {int(group)} != {0}
+
+
+def test_the_pods_run_main_again_by_a_script_of_the_image():
+  script, *command = container()["command"]
+  assert os.access(ROOT / script, os.X_OK)
+  assert command == [".venv/bin/python", "main.py"]
+  [memory] = (each for each in job()["template"]["spec"]["volumes"] if "emptyDir" in each)
+  assert memory["emptyDir"]["medium"] == "Memory"
+  [mount] = (each for each in container()["volumeMounts"] if each["name"] == memory["name"])
+  assert mount["mountPath"] == "/dev/shm"  # where checkpoint.local_dir is by default
 
 
 def test_the_image_runs_main_without_a_shell():
