@@ -48,6 +48,8 @@ def divert(folder: str, index: int, who: str) -> None:
   except OSError:  # it is closed, or no file is left
     return
   sys.stderr.flush()
+  # A supervisor signals all processes, maybe while this one starts; what blocks them is inherited.
+  before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
   _helpers.append(
     subprocess.Popen(
       [sys.executable, "-I", "-S", __file__, folder, str(index), who, str(os.getpid())],
@@ -57,6 +59,7 @@ def divert(folder: str, index: int, who: str) -> None:
       start_new_session=True,  # it outlives this process, to print the line
     )
   )
+  signal.pthread_sigmask(signal.SIG_SETMASK, before)
   sys.stderr = open(  # noqa: SIM115 - as long as the process runs
     terminal, "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace"
   )
@@ -148,8 +151,6 @@ def _write(descriptor: int, data: bytes) -> None:
 
 def main(folder: str, index: str, who: str, parent: str) -> None:
   """Reads until the process that started this one has ended."""
-  for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # a supervisor signals all
-    signal.signal(number, signal.SIG_IGN)
   reader, rest = _Reader(folder, index, who), b""
   while True:
     ready = select.select([0], [], [], _POLL_SECONDS)[0]

@@ -182,7 +182,7 @@ def test_a_process_without_a_token_notifies_none_and_does_not_wait(given, monkey
   given(**three("localhost:1", "2", "1"))
   began = time.monotonic()
   groups.refuse("unknown config key 'x'")
-  assert time.monotonic() - began < 2
+  assert time.monotonic() - began < 4  # of the 5 that it would wait
 
 
 def caused(error: Exception, cause: Exception) -> Exception:

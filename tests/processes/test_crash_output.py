@@ -45,8 +45,8 @@ thread.join()
 FATAL = ["Fatal Python error: Aborted", *STACKS]
 
 
-def run(folder, lines, then="os.abort()", before="", after=""):
-  """Runs a process whose file descriptor 2 is diverted, and gets these lines from C++."""
+def start(folder, lines, then="os.abort()", before="", after=""):
+  """Starts a process whose file descriptor 2 is diverted, and gets these lines from C++."""
   code = f"""
 import os, subprocess, sys, time
 from processes import crash_output
@@ -54,16 +54,25 @@ crash_output.divert({str(folder)!r}, 3, "process 3 (host): ")
 {before}
 os.write(2, b"W0000 an ordinary line\\n")
 print("of Python", file=sys.stderr)
-time.sleep(0.5)  # the two take different ways
 for line in {lines!r}:
   os.write(2, line.encode() + b"\\n")
 {after}
 {then}
 """
-  command = [sys.executable, "-c", code]
-  return subprocess.run(
-    command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60, env=ENVIRONMENT
+  return subprocess.Popen(
+    [sys.executable, "-c", code],
+    cwd=ROOT,
+    env=ENVIRONMENT,
+    stdin=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
   )
+
+
+def run(*arguments, **more) -> str:
+  """Returns what is printed by a process that is started so, until its end."""
+  with start(*arguments, **more) as process:
+    return process.communicate(timeout=60)[1]
 
 
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONFAULTHANDLER"}
@@ -72,8 +81,8 @@ BEFORE = {"W0000 an ordinary line", "of Python"}
 
 @pytest.mark.parametrize("lines", [COORDINATION, GLOO], ids=["coordination", "gloo"])
 def test_the_death_of_a_peer_is_one_line_and_the_stacks_are_in_a_file(tmp_path, lines):
-  done = run(tmp_path, [*lines, *FATAL])
-  *before, line = done.stderr.splitlines()
+  printed = run(tmp_path, [*lines, *FATAL])
+  *before, line = printed.splitlines()
   file = tmp_path / "crash-process-3.txt"
   assert {*before} == BEFORE
   assert line == (
@@ -85,37 +94,38 @@ def test_the_death_of_a_peer_is_one_line_and_the_stacks_are_in_a_file(tmp_path, 
 
 @pytest.mark.parametrize("after", OF_PYTHON.values(), ids=OF_PYTHON)
 def test_an_error_that_python_has_seen_is_one_line_too(tmp_path, after):
-  done = run(tmp_path, [], "os._exit(1)", after=after)
-  assert {*done.stderr.splitlines()[:-1]} == BEFORE, done.stderr
-  assert done.stderr.splitlines()[-1].startswith("process 3 (host): another process has died")
+  printed = run(tmp_path, [], "os._exit(1)", after=after)
+  assert {*printed.splitlines()[:-1]} == BEFORE, printed
+  assert printed.splitlines()[-1].startswith("process 3 (host): another process has died")
   assert "Connection closed by peer" in (tmp_path / "crash-process-3.txt").read_text()
 
 
 def test_an_error_of_a_thread_without_a_peer_is_printed_in_full(tmp_path):
   after = OF_PYTHON["thread"].replace("Gloo context", "A context").replace(CLOSED, "no file")
-  done = run(tmp_path, [], "os._exit(1)", after=after)
-  assert done.stderr.splitlines()[-1] == "RuntimeError: A context initialization failed: no file"
+  printed = run(tmp_path, [], "os._exit(1)", after=after)
+  assert "RuntimeError: A context initialization failed: no file" in printed.splitlines()
   assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("lines", [[*OTHER, *FATAL], FATAL, ["no end"]])
 def test_any_other_crash_is_printed_in_full(tmp_path, lines):
-  done = run(tmp_path, lines)
-  printed = done.stderr.splitlines()
-  assert {*printed[:2]} == BEFORE
-  assert printed[2:] == lines
+  printed = run(tmp_path, lines)
+  assert {*printed.splitlines()[:2]} == BEFORE
+  assert printed.splitlines()[2:] == lines
   assert [*tmp_path.iterdir()] == []
 
 
 def test_what_was_no_crash_is_printed_while_the_process_lives(tmp_path):
   lines = ["Traceback (most recent call last):", "  of a library"]
-  done = run(tmp_path, lines, "time.sleep(3.5); print('alive', file=sys.stderr)")
-  assert done.stderr.splitlines()[2:] == [*lines, "alive"]
+  with start(tmp_path, lines, "sys.stdin.read(); print('alive', file=sys.stderr)") as process:
+    shown = [process.stderr.readline().rstrip() for _ in range(4)]
+    assert shown[2:] == lines
+    assert process.communicate(timeout=60)[1] == "alive\n"
 
 
 def test_without_a_workdir_the_file_is_a_temporary_one(tmp_path):
-  done = run(tmp_path / "not there", GLOO)
-  file = pathlib.Path(re.search(r"\(stacks: (.*)\)", done.stderr)[1])
+  printed = run(tmp_path / "not there", GLOO)
+  file = pathlib.Path(re.search(r"\(stacks: (.*)\)", printed)[1])
   assert file.read_text().splitlines() == GLOO
   assert not (tmp_path / "not there").exists()
   file.unlink()
@@ -123,8 +133,8 @@ def test_without_a_workdir_the_file_is_a_temporary_one(tmp_path):
 
 def test_a_link_in_its_place_is_not_followed(tmp_path):
   (tmp_path / "crash-process-3.txt").symlink_to(tmp_path / "elsewhere")
-  done = run(tmp_path, GLOO)
-  pathlib.Path(re.search(r"\(stacks: (.*)\)", done.stderr)[1]).unlink()
+  printed = run(tmp_path, GLOO)
+  pathlib.Path(re.search(r"\(stacks: (.*)\)", printed)[1]).unlink()
   assert not (tmp_path / "elsewhere").exists()
 
 
@@ -134,12 +144,12 @@ def test_signals_to_all_and_children_that_live_on_change_nothing(tmp_path):
     "[helper] = crash_output._helpers\n"
     "child = subprocess.Popen(['sleep', '30'], stdout=subprocess.DEVNULL)"
   )
-  after = "time.sleep(0.5)\nfor number in (15, 2, 1): os.kill(helper.pid, number)"
+  after = "for number in (15, 2, 1): os.kill(helper.pid, number)"
   end = "os.write(2, b'terminate called by gloo::\\n'); os.abort()"
   began = time.monotonic()
-  done = run(tmp_path, [], end, before, after)
+  printed = run(tmp_path, [], end, before, after)
   assert time.monotonic() - began < 20
-  assert "process 3 (host): another process has died" in done.stderr
+  assert "process 3 (host): another process has died" in printed
 
 
 def test_python_keeps_its_terminal(tmp_path):

@@ -51,7 +51,7 @@ def said(results) -> list[str]:
 
 def speak(port: int, text: bytes, *, wait: bool = True) -> None:
   """Sends something to whoever listens on a port, once someone does."""
-  until = time.monotonic() + 10
+  until = time.monotonic() + 60
   while True:
     try:
       with socket.create_connection(("localhost", port), timeout=10) as connection:
@@ -81,7 +81,7 @@ def test_the_port_is_free_at_once_for_the_service():
 def test_one_that_is_missing_is_named_to_those_who_are_there():
   began = time.monotonic()
   results = said(together(*calls(free_port(), (4, 0), (4, 1), (4, 3), seconds=1.0)))
-  assert time.monotonic() - began < 8
+  assert time.monotonic() - began < 30
   assert len(set(results)) == 1
   assert (
     "3 of 4 processes connected within processes.start_timeout_seconds=1; missing: 2;" in results[0]
@@ -117,7 +117,7 @@ def test_two_that_say_that_they_are_process_0():
 def test_other_numbers_of_processes_are_said_at_once(first, second):
   began = time.monotonic()
   results = said(together(*calls(free_port(), (first, 0), (second, 1), seconds=60.0)))
-  assert time.monotonic() - began < 10
+  assert time.monotonic() - began < 30
   assert len(set(results)) == 1
   assert f"was started as one of {first}, process 1" in results[0]
   assert f"as one of {second}; start all with the same number" in results[0]
@@ -130,7 +130,7 @@ def test_one_that_has_refused_notifies_the_others(index):
   [refusing] = calls(port, (2, index), seconds=5.0, refused="unknown config key 'x'")
   began = time.monotonic()
   result = said(together(other, refusing))[0]
-  assert time.monotonic() - began < 10
+  assert time.monotonic() - began < 30
   assert f"process {index} (" in result
   assert "refused: unknown config key 'x'" in result
 

@@ -122,7 +122,7 @@ def test_what_process_0_has_not_written_is_not_read(tmp_path, kind):
       token(tmp_path).read()
   else:  # as a file that is not there yet: process 0 replaces it
     assert token(tmp_path).read() == b""
-  assert time.monotonic() - began < 5
+  assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("kind", ["a FIFO", "a symlink"])
