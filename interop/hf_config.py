@@ -161,6 +161,8 @@ FORM = {
   **dict.fromkeys(("rope_scaling", "rope_parameters"), _ROPES),
   "layer_types": OrNull([TEXT]),
   **dict.fromkeys(("no_rope_layers", "mlp_only_layers", "full_attn_idxs"), OrNull([COUNT])),
+  "attn_layer_indices": OrNull([COUNT]),
+  "time_step_limit": OrNull([forms.ANY]),
   "n_shared_experts": OrNull(forms.whole(0)),
   "original_max_position_embeddings": OrNull(SIZE),
 }

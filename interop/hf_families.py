@@ -17,6 +17,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from interop import hf_mamba
 from interop import hf_parts as parts
 from interop.hf_parts import Part, choice, field, flag, number, optional, rope, rope_by_layer
 from runtime import forms
@@ -289,6 +290,38 @@ LFM_2 = Names(
 )
 del LFM_2.rows["model.norm.weight"]
 
+BAMBA = Names(
+  {
+    **ENDS,
+    **ATTENTION,
+    **hf_mamba.tensors(f"{LAYER}mamba."),
+    **_rows(
+      LAYER,
+      ("input_layernorm", "D", "attention_norm"),
+      ("pre_ff_layernorm", "D", "mlp_norm"),
+      ("feed_forward.gate_proj", "F D", "mlp/gate"),
+      ("feed_forward.up_proj", "F D", "mlp/up"),
+      ("feed_forward.down_proj", "D F", "mlp/down"),
+    ),
+    "model.final_layernorm.weight": ("D", "final_norm/scale"),
+  }
+)
+del BAMBA.rows["model.norm.weight"]
+
+GRANITE_HYBRID = Names(
+  {
+    **ENDS,
+    **NORMS,
+    **ATTENTION,
+    **hf_mamba.tensors(f"{LAYER}mamba."),
+    **_rows(
+      f"{LAYER}shared_mlp.",
+      ("input_linear", "F+F D", "mlp/gate", "mlp/up"),
+      ("output_linear", "D F", "mlp/down"),
+    ),
+  }
+)
+
 # ------------------------------ config.json ------------------------------
 
 
@@ -364,6 +397,26 @@ _GEMMA_FIXED = {"norm_scale_from_one": True, "scaled_embeddings": True}
 _GEMMA_2_FIXED = {**_GEMMA_FIXED, "post_norms": True}
 _NORM_ACROSS_HEADS = {"query_key_norm": True, "query_key_norm_across_heads": True}
 _OLMO_FIXED = {"pre_norms": False, "post_norms": True, **_NORM_ACROSS_HEADS}
+
+_GRANITE = {
+  "attention_multiplier": 1.0,
+  "embedding_multiplier": 1.0,
+  "residual_multiplier": 1.0,
+  "logits_scaling": 1.0,
+}
+_MULTIPLIERS = (
+  number("attention_multiplier", "attention_scale"),
+  number("embedding_multiplier", "embedding_multiplier"),
+  number("residual_multiplier", "residual_multiplier"),
+  number("logits_scaling", "logits_divisor"),
+)
+_MAMBA = {
+  "mamba_n_heads": 128,
+  "mamba_n_groups": 1,
+  "mamba_d_state": 256,
+  "mamba_d_conv": 4,
+  "mamba_expand": 2,
+}
 
 _DEEPSEEK = {
   "kv_lora_rank": 512,
@@ -543,18 +596,26 @@ FAMILIES: dict[str, Family] = {
     *("GraniteForCausalLM", LLAMA),
     _defaults(
       *(4096, 11_008, 32, 32, None, 32_000, 2048, 1e-6),
-      attention_multiplier=1.0,
-      embedding_multiplier=1.0,
-      residual_multiplier=1.0,
-      logits_scaling=1.0,
+      **_GRANITE,
+    ),
+    (*_COMMON, _SILU, _MLP_BIASES, rope(), *_MULTIPLIERS),
+  ),
+  "granitemoehybrid": Family(
+    *("GraniteMoeHybridForCausalLM", GRANITE_HYBRID),
+    _defaults(
+      *(4096, 11_008, 32, 32, None, 32_000, 2048, 1e-6),
+      **{**_GRANITE, **_MAMBA},
+      shared_intermediate_size=1024,
+      num_local_experts=8,
     ),
     (
-      *(*_COMMON, _SILU, _MLP_BIASES, rope()),
-      number("attention_multiplier", "attention_scale"),
-      number("embedding_multiplier", "embedding_multiplier"),
-      number("residual_multiplier", "residual_multiplier"),
-      number("logits_scaling", "logits_divisor"),
+      *(*_STACK[:2], field("shared_intermediate_size", "feedforward_size")),
+      *(field("num_attention_heads", "heads"), parts.KV_HEADS, parts.HEAD_SIZE, *_ENDS),
+      *(_SILU, _BIASES, rope(), *_MULTIPLIERS, hf_mamba.GRANITE, *hf_mamba.PLAIN),
+      parts.only("num_local_experts", 0),
     ),
+    # Of models with experts.
+    ignored=(*_EXPERTS_IGNORED, *hf_mamba.IGNORED, "intermediate_size", "num_experts_per_tok"),
   ),
   "lfm2": Family(
     *("Lfm2ForCausalLM", LFM_2),
@@ -587,6 +648,15 @@ FAMILIES: dict[str, Family] = {
       *("block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out", "theta"),
       *("conv_use_xavier_init", "num_heads", "use_pos_enc"),
     ),
+  ),
+  "bamba": Family(
+    *("BambaForCausalLM", BAMBA),
+    _defaults(
+      *(4096, 14_336, 32, 32, 8, 128_000, 262_144, 1e-5),
+      **_MAMBA,
+    ),
+    (*_PLAIN, _MLP_BIASES, rope(partial=0.5), hf_mamba.BAMBA, *hf_mamba.PLAIN),
+    ignored=hf_mamba.IGNORED,
   ),
   "mixtral": Family(
     *("MixtralForCausalLM", MIXTRAL),

@@ -574,7 +574,7 @@ def _require_whole_heads(theirs: Theirs, *objects: Any) -> None:
 def rope(
   default: float = 10_000.0,
   *,
-  partial: bool = False,
+  partial: bool | float = False,
   older: bool = False,
   unstated: Mapping[str, Any] | None = None,
 ) -> Part:
@@ -582,7 +582,7 @@ def rope(
 
   Args:
     default: the base where a file names none.
-    partial: whether the family can rotate a part of each head.
+    partial: whether the family can rotate a part of each head; or the part that it always does.
     older: whether version 4.57 wants `type` in place of `rope_type` from the family.
     unstated: rope_scaling of a file that says nothing of it.
   """
@@ -593,8 +593,13 @@ def rope(
       theirs = {**theirs, "rope_scaling": unstated}
     base, scaling = _both(theirs, new, default)
     found = {"rotary_base": base, "rotary_scaling": scaling}
-    if partial:
+    if partial is True:
       return {**found, "rotary_size": _rotary_size(theirs, new)}
+    if partial:
+      for share in ((one or {}).get(_SHARE) for one in (theirs, new)):
+        if share not in (None, partial):
+          raise ValueError(f"{_SHARE}={short(share)}: it is {partial} in this family")
+      return {**found, "rotary_size": int(head_size_of(theirs) * partial)}
     _require_whole_heads(theirs, new, theirs.get("rope_scaling"))
     return found
 
@@ -602,6 +607,7 @@ def rope(
     found = _write_rotary(model)
     if partial:
       share = (model["rotary_size"] or model["head_size"]) / model["head_size"]
+      share = share if partial is True else partial
       found[_SHARE] = found["rope_parameters"][_SHARE] = share
     if older and found["rope_scaling"]:
       scaling = dict(found["rope_scaling"])

@@ -129,21 +129,25 @@ def _tensor(
   letters = [spec.optional_letters(one) for one in parameters]
   if not any(letters):
     return None
-  if not all(letters):
-    raise ValueError(f"{name}: {', '.join(parameters)}: the model has only some of them")
   every = dims.split(" ")
   axes = [re.split(r"[+|]", axis) for axis in every if axis != _ONE]
   stacked = axes[0] == [_EXPERTS]
   axes = axes[stacked:]
   fused = next((number for number, axis in enumerate(axes) if len(axis) > 1), 0)
   step = len(parameters) if "|" in dims else 1
+  if stacked or len(place) > 1:
+    letters = [ours.removeprefix(_EXPERTS) for ours in letters]
+  each = [
+    tuple(axis[number] if len(axis) > 1 else axis[0] for axis in axes)
+    for number in range(len(parameters))
+  ]
+  # The config may have one with other dims, which another row is for.
+  if any(ours and {*ours} != {*"".join(own)} for ours, own in zip(letters, each, strict=True)):
+    return None
+  if not all(letters):
+    raise ValueError(f"{name}: {', '.join(parameters)}: the model has only some of them")
   parts, shape, end = [], [], 0
-  for number, (parameter, ours) in enumerate(zip(parameters, letters, strict=True)):
-    own = tuple(axis[number] if len(axis) > 1 else axis[0] for axis in axes)
-    if stacked or len(place) > 1:
-      ours = ours.removeprefix(_EXPERTS)
-    if {*ours} != {*"".join(own)}:  # the config has it with other dims, which another row is for
-      return None
+  for number, (parameter, ours, own) in enumerate(zip(parameters, letters, each, strict=True)):
     origin, strides = [0] * len(axes), [1] * len(axes)
     origin[fused], strides[fused] = (end if step == 1 else number), step
     parts.append(Part(parameter, place, ours, own, tuple(origin), tuple(strides)))
@@ -190,6 +194,8 @@ def joined(
     if found is None:
       found = np.zeros(tensor.shape, piece.dtype)
     matrix = found if part.matrix is None else found[part.matrix]
+    ones = [axis for axis, size in enumerate(matrix.shape) if size == 1]
+    matrix = matrix.squeeze(tuple(ones[: matrix.ndim - piece.ndim]))  # of a convolution
     matrix[tuple(part.along(axis, 0, size) for axis, size in enumerate(piece.shape))] = piece
   return found
 

@@ -6,6 +6,7 @@ Names carry their dims: `x_BRD` is batch, residual sequence, width.
 """
 
 import functools
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -63,11 +64,9 @@ ATTENTION: Table = Table(
 )
 
 
-def _mixer(name: str) -> Callable[[], type[nnx.Module]]:
+def _mixer(name: str, module: str = "mixers") -> Callable[[], type[nnx.Module]]:
   def imported() -> type[nnx.Module]:
-    from models import mixers  # of such models alone
-
-    return getattr(mixers, name)
+    return getattr(importlib.import_module(f"models.{module}"), name)  # of such models alone
 
   return imported
 
@@ -78,6 +77,8 @@ MIXERS: Table = Table(
   {
     "gated_delta": _mixer("GatedDeltaNet"),
     "short_convolution": _mixer("ShortConvolution"),
+    "mamba2": _mixer("Mamba2", "state_space"),
+    "lightning": _mixer("Lightning", "state_space"),
   },
 )
 

@@ -23,7 +23,7 @@ from models.attention import Cache
 from models.layers import Linear, Norm, adapter_dropout, named
 from models.positions import Layer, Rows
 from models.spec import RESIDUAL, DecoderSpec
-from partitioning.constraints import axes_splitting, constrain, manual_axes
+from partitioning.constraints import axes_splitting, constrain, current_layout, manual_axes
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import collectives
 from partitioning.parallel.matmuls import column_parallel, row_parallel
@@ -134,11 +134,48 @@ def through_pieces(
     found = recurrence.summary(k, v, log_decay, strength, delta=delta)
     start = pieces.own(recurrence.first_states(*map(pieces.gathered, found), delta=delta))
   else:
-    start = jnp.zeros((k.shape[0], *k.shape[2:], v.shape[-1]), v.dtype)
+    start = jnp.zeros((*v.shape[:1], v.shape[2], k.shape[-1], v.shape[-1]), v.dtype)
   return pieces.joined(recurrence.recurrence(q, k, v, log_decay, strength, start, delta=delta)[0])
 
 
-def _facts(rows: Rows, batch: int, length: int) -> tuple[Array, Array]:
+def serving(x: Float[Array, "B T G h"], heads: int, own: int) -> Float[Array, "B T g h"]:
+  """Returns the queries or keys of a device's heads, where `tensor` may not divide those.
+
+  Args:
+    x: of the device: all G where they are replicated.
+    heads: A, of values, on all devices.
+    own: of these, on this device; inside of a region.
+  """
+  axes = tuple(axis for axis in axes_splitting("A") if axis in manual_axes())
+  groups, parts = x.shape[2], heads // own
+  if not axes or current_layout()[0].legend["G"].size != groups:
+    return x
+  device = jax.lax.axis_index(axes)
+  if parts % groups == 0:  # all of the device's are served by one
+    return jax.lax.dynamic_slice_in_dim(x, device * groups // parts, 1, axis=2)
+  served = (device * own + jnp.arange(own, dtype=jnp.int32)) // (heads // groups)
+  return jnp.take(x, served, axis=2)
+
+
+def gates_at_borders(log_decay: Array, strength: Array, rows: Rows) -> tuple[Array, Array]:
+  """Returns decays that begin anew with each document; padding decays and writes nothing.
+
+  Args:
+    log_decay: logarithms, [B, T, heads], at most 0.
+    strength: of what is written, [B, T, heads].
+    rows: of the tokens.
+  """
+  begins_BT1 = (rows.positions_BT == 0)[..., None]
+  log_decay = jnp.where(begins_BT1, jnp.full_like(log_decay, -jnp.inf), log_decay)
+  if rows.counts_B is None:
+    return log_decay, strength
+  slots_T = jnp.arange(strength.shape[1], dtype=jnp.int32)
+  there = (slots_T[None] < rows.counts_B[:, None])[..., None]
+  nothing = jnp.zeros_like(strength)
+  return jnp.where(there, log_decay, nothing), jnp.where(there, strength, nothing)
+
+
+def facts(rows: Rows, batch: int, length: int) -> tuple[Array, Array]:
   """Returns positions [B, T] and slots [T] of rows; the slots are read of complete rows alone."""
   return jnp.broadcast_to(rows.positions_BT, (batch, length)), rows.slots_BT[0]
 
@@ -161,13 +198,7 @@ class GatedDeltaNet(nnx.Module):
     self.query_taps, self.key_taps, self.value_taps = (
       draw_taps(spec, letters, rngs) for letters in ("wGh", "wGh", "wAu")
     )
-    dtype, (heads,) = spec.parameter_dtype, spec.sizes("A")
-    uniform = functools.partial(jax.random.uniform, shape=(heads,), dtype=dtype)
-    factor_A = uniform(rngs.params(), minval=jnp.finfo(dtype).tiny, maxval=LARGEST_DECAY)
-    self.log_factor = nnx.Param(jnp.log(factor_A))
-    least, most = (jnp.log(jnp.asarray(x, dtype)) for x in STEPS)
-    step_A = jnp.exp(uniform(rngs.params(), minval=least, maxval=most))
-    self.step_bias = nnx.Param(step_A + jnp.log(-jnp.expm1(-step_A)))  # softplus's inverse
+    self.log_factor, self.step_bias = draw_decays(spec, rngs)
     plain = dataclasses.replace(spec, norm_scale_from_one=False)
     self.norm = Norm(f"{name}/norm", plain)
     self.out = linear(f"{name}/out", scale=spec.out_scale)
@@ -227,15 +258,7 @@ class GatedDeltaNet(nnx.Module):
       constrain(x[...].astype(wide), "A")[None, None] for x in (self.log_factor, self.step_bias)
     )
     log_decay_BTA = -jnp.exp(factor) * jax.nn.softplus(decay_BTA.astype(wide) + bias)
-    strength_BTA = jax.nn.sigmoid(strength_BTA.astype(wide))
-    begins_BT1 = (rows.positions_BT == 0)[..., None]
-    log_decay_BTA = jnp.where(begins_BT1, jnp.full_like(log_decay_BTA, -jnp.inf), log_decay_BTA)
-    if rows.counts_B is None:
-      return log_decay_BTA, strength_BTA
-    slots_T = jnp.arange(decay_BTA.shape[1], dtype=jnp.int32)
-    there = (slots_T[None] < rows.counts_B[:, None])[..., None]
-    nothing = jnp.zeros_like(strength_BTA)
-    return jnp.where(there, log_decay_BTA, nothing), jnp.where(there, strength_BTA, nothing)
+    return gates_at_borders(log_decay_BTA, jax.nn.sigmoid(strength_BTA.astype(wide)), rows)
 
   def _mixed(
     self,
@@ -250,7 +273,7 @@ class GatedDeltaNet(nnx.Module):
     """Returns the outputs of convolutions and recurrence, and the cache, each device its own."""
     wide = wide_dtype(self.dtype)
     taps = [constrain(x[...].astype(wide), letters) for x, letters in self._taps()]
-    most = taps[0].shape[0] - 1
+    most, heads = taps[0].shape[0] - 1, v.shape[2]
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def on_device(q, k, v, decay, strength, taps_q, taps_k, taps_v, positions, slots, *cached):
@@ -263,8 +286,7 @@ class GatedDeltaNet(nnx.Module):
         convolved.append(jax.nn.silu(x))
         kept.append(inputs)
       q, k, v = convolved
-      groups = v.shape[2] // q.shape[2]
-      q, k = (jnp.repeat(of_unit_length(x), groups, axis=2) for x in (q, k))
+      q, k = (of_unit_length(serving(x, heads, v.shape[2])) for x in (q, k))
       q = q * jnp.asarray(q.shape[-1] ** -0.5, wide)
       if not cached:
         return through_pieces(q, k, v, decay, strength, pieces, delta=True).astype(self.dtype)
@@ -273,7 +295,7 @@ class GatedDeltaNet(nnx.Module):
       return out.astype(self.dtype), state, *tails
 
     letters = ["BTGh", "BTGh", "BTAu", "BTA", "BTA", "wGh", "wGh", "wAu", "BT", "T"]
-    given = [q, k, v, decay, strength, *taps, *_facts(rows, q.shape[0], q.shape[1])]
+    given = [q, k, v, decay, strength, *taps, *facts(rows, q.shape[0], q.shape[1])]
     if cache is None:
       return on_shards(on_device, letters, "BTAu", *given), None
     of_cache = ("BAhu", "BoGh", "BoGh", "BoAu")
@@ -284,6 +306,20 @@ class GatedDeltaNet(nnx.Module):
 
   def _taps(self) -> list[tuple[nnx.Param, str]]:
     return [(self.query_taps, "wGh"), (self.key_taps, "wGh"), (self.value_taps, "wAu")]
+
+
+def draw_decays(
+  spec: DecoderSpec, rngs: nnx.Rngs, least: float = 0.0
+) -> tuple[nnx.Param, nnx.Param]:
+  """Draws logarithms of the heads' decays, from `least` on, and the biases of their steps."""
+  dtype, (heads,) = spec.parameter_dtype, spec.sizes("A")
+  uniform = functools.partial(jax.random.uniform, shape=(heads,), dtype=dtype)
+  least = max(least, jnp.finfo(dtype).tiny)
+  factor_A = uniform(rngs.params(), minval=least, maxval=LARGEST_DECAY)
+  first, last = (jnp.log(jnp.asarray(x, dtype)) for x in STEPS)
+  step_A = jnp.exp(uniform(rngs.params(), minval=first, maxval=last))
+  inverse_A = step_A + jnp.log(-jnp.expm1(-step_A))  # of softplus
+  return nnx.Param(jnp.log(factor_A)), nnx.Param(inverse_A)
 
 
 def draw_taps(spec: DecoderSpec, letters: str, rngs: nnx.Rngs) -> nnx.Param:
@@ -358,7 +394,7 @@ class ShortConvolution(nnx.Module):
       out = (after * out).astype(self.dtype)
       return out if tail is None else (out, new_tail(inputs, most, rows).astype(self.dtype))
 
-    given = [before, after, v, taps_wX, *_facts(rows, v.shape[0], v.shape[1])]
+    given = [before, after, v, taps_wX, *facts(rows, v.shape[0], v.shape[1])]
     if cache is None:
       letters = ["BTX", "BTX", "BTX", "wX", "BT", "T"]
       out_BTX = on_shards(on_device, letters, "BTX", *given)

@@ -182,12 +182,14 @@ class Layer:
     kind: int32, the place of that window among `LayerPattern.kinds`; None: there is one.
     rotary: int32, which of the rows' rope tables it uses; None: all layers use the same.
     scale: a factor of the scores; None: 1.
+    decay: a factor of lightning attention's decays; None: there is none.
   """
 
   window: Int[Array, "*L"] | None
   kind: Int[Array, "*L"] | None
   rotary: Int[Array, "*L"] | None
   scale: Float[Array, "*L"] | None
+  decay: Float[Array, "*L"] | None = None
 
   def scaled(self, q_BTNH: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
     """Returns the queries, times the layer's factor of the scores."""
@@ -207,7 +209,8 @@ class LayerPattern:
     rotary_size: dims of a head that are rotated.
     row_length: tokens of a row in training, on which some kinds of scaling depend.
     scales: of each layer, a factor of its scores; () where all are 1.
-    dtype: of the frequencies and scales.
+    decays: of each layer, of `lightning_decays`; () of other mixers.
+    dtype: of the frequencies, scales and decays.
   """
 
   windows: tuple[int | None, ...]
@@ -215,6 +218,7 @@ class LayerPattern:
   rotary_size: int
   row_length: int
   scales: tuple[float, ...]
+  decays: tuple[float, ...]
   dtype: jnp.dtype
 
   @property
@@ -234,7 +238,8 @@ class LayerPattern:
       rotary = jnp.asarray([variants.index(one) for one in self.rotaries], jnp.int32)
     if self.scales:
       scale = jnp.asarray(self.scales, self.dtype)
-    return Layer(window, kind, rotary, scale)
+    decay = jnp.asarray(self.decays, self.dtype) if self.decays else None
+    return Layer(window, kind, rotary, scale, decay)
 
   def rope_tables(self, positions_BT: Int[Array, "#B T"]) -> Float[Array, "X 2 #B T h"] | None:
     """Returns a rope table for each variant among the layers; None without rotary positions.
@@ -272,19 +277,30 @@ def layer_pattern(spec: DecoderSpec) -> LayerPattern:
   local = (spec.local_rotary_base, spec.local_rotary_scaling)
   local = local if spec.local_rotary_base else every
   kinds = {"full": every, "sliding": local, "full_unrotated": None, "sliding_unrotated": None}
-  kinds[MIXER] = every  # which reads none: no table of its own
+  # Mixers read none: no table of their own.
+  kinds[MIXER] = next((kinds[one] for one in types if one != MIXER), None)
+  rotaries = tuple(kinds[one] for one in types) if spec.positions == "rotary" else ()
   return LayerPattern(
     windows=tuple(spec.window if one.startswith("sliding") else None for one in types)
     if spec.window
     else (),
-    rotaries=tuple(kinds[one] for one in types) if spec.positions == "rotary" else (),
+    rotaries=rotaries if any(rotaries) else (),
     rotary_size=spec.rotary_size or spec.head_size,
     row_length=spec.sequence_length,
     scales=tuple(1 / (layer + 1) for layer in range(spec.layers))
     if spec.attention_scale_by_inverse_layer
     else (),
+    decays=tuple(lightning_decays(spec.layers)) if spec.mixer == "lightning" else (),
     dtype=wide_dtype(spec.compute_dtype),
   )
+
+
+def lightning_decays(layers: int) -> list[float]:
+  """Returns of each layer the factor of its decays in lightning attention: later ones forget less.
+
+  Source: MiniMax-01, arXiv:2501.08313, as transformers has it.
+  """
+  return [1 - layer / (layers - 1 + 1e-5) + 1e-5 for layer in range(layers)]
 
 
 # ------------------------------ rows of tokens ------------------------------

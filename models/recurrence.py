@@ -1,6 +1,7 @@
 """Linear recurrences with a matrix as state, in chunks: the core of mixers such as Gated DeltaNet.
 
-A head's state S, H x U, is read by queries and written by keys and values, token after token:
+A head's state S, H x U, is read by queries and written by keys and values, token after token (G
+heads of queries and keys serve N / G of the N heads each):
 
   S_t = a_t S_{t-1};  S_t = S_t + b_t k_t (v_t - S_t' k_t)';  o_t = S_t' q_t
 
@@ -14,7 +15,7 @@ overflows. The backward pass computes the states at the beginning of chunks agai
 matrices at a time. Where a sequence is split over devices, each summarizes its piece as what it
 does to any state, S -> A S + B; an associative scan over these pairs gives all first states.
 
-Names carry their dims: `q_BTNH` is batch, sequence, heads, rows of the state.
+Names carry their dims: `q_BTGH` is batch, sequence, heads, rows of the state.
 """
 
 import functools
@@ -31,8 +32,8 @@ Inputs = tuple[Array | None, Array, Array, Array, Array]  # queries, keys, value
 
 
 def recurrence(
-  q_BTNH: Float[Array, "B T N H"] | None,
-  k_BTNH: Float[Array, "B T N H"],
+  q_BTGH: Float[Array, "B T G H"] | None,
+  k_BTGH: Float[Array, "B T G H"],
   v_BTNU: Float[Array, "B T N U"],
   log_decay: Float[Array, "B T N *H"],
   strength_BTN: Float[Array, "B T N"],
@@ -43,15 +44,15 @@ def recurrence(
   """Returns the outputs of all tokens, and the state after the last.
 
   Args:
-    q_BTNH: queries; None: no outputs are wanted.
-    k_BTNH: keys.
+    q_BTGH: queries, each of N / G heads; None: no outputs are wanted.
+    k_BTGH: keys, likewise.
     v_BTNU: values.
     log_decay: logarithms of the decays, at most 0; -inf begins anew. Of a head, or of each row.
     strength_BTN: of what is written; 0 of a token that writes nothing.
     start_BNHU: the state before the first token.
     delta: whether what a key reads is replaced, or values are added (linear attention, Mamba-2).
   """
-  length, most = k_BTNH.shape[1], CHUNK if log_decay.ndim == 3 else ROWS_CHUNK
+  length, most = v_BTNU.shape[1], CHUNK if log_decay.ndim == 3 else ROWS_CHUNK
   size = min(most, length)
   count = -(-length // size)
 
@@ -63,7 +64,7 @@ def recurrence(
     x = x.reshape(x.shape[0], count, size, *x.shape[2:])
     return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 3, 2)
 
-  inputs = tuple(map(chunks, (q_BTNH, k_BTNH, v_BTNU, log_decay, strength_BTN)))
+  inputs = tuple(map(chunks, (q_BTGH, k_BTGH, v_BTNU, log_decay, strength_BTN)))
   out, end_BNHU = _over_chunks(delta, inputs, start_BNHU)
   if out is None:
     return None, end_BNHU
@@ -115,22 +116,23 @@ def _chunk(
   between, since = _decays(log_decay)  # of each pair of tokens; since the chunk began
   rows = log_decay.ndim > strength.ndim
   of_rows = since if rows else since[..., None]
+  of_heads = functools.partial(jnp.repeat, repeats=v.shape[1] // k.shape[1], axis=1)
 
   def scores(x: Array) -> Array:
-    """Returns x_i . k_j, decayed between j and i, 0 where j is later."""
+    """Returns x_i . k_j of each head, decayed between j and i, 0 where j is later."""
     if rows:
-      return jnp.einsum("...ih,...jh,...ijh->...ij", x, k, between)
-    return jnp.einsum("...ih,...jh->...ij", x, k) * between
+      return jnp.einsum("...ih,...jh,...ijh->...ij", of_heads(x), of_heads(k), between)
+    return of_heads(jnp.einsum("...ih,...jh->...ij", x, k)) * between
 
   written = b * v
   if delta:
-    written -= b * ((k * of_rows) @ state)
+    written -= b * ((of_heads(k) * of_rows) @ state)
     system = jnp.tril(b * scores(k), -1)
     solve = functools.partial(jax.lax.linalg.triangular_solve, left_side=True, lower=True)
     written = solve(system, written, unit_diagonal=True)
   last = between[..., -1, :, :] if rows else between[..., -1, :, None]
-  end = of_rows[..., -1, :, None] * state + jnp.swapaxes(k * last, -1, -2) @ written
-  out = None if q is None else (q * of_rows) @ state + scores(q) @ written
+  end = of_rows[..., -1, :, None] * state + jnp.swapaxes(of_heads(k) * last, -1, -2) @ written
+  out = None if q is None else (of_heads(q) * of_rows) @ state + scores(q) @ written
   return out, end
 
 
@@ -164,7 +166,7 @@ def _decays(log_decay: Float[Array, "B N C *H"]) -> tuple[Array, Array]:
 
 
 def summary(
-  k_BTNH: Float[Array, "B T N H"],
+  k_BTGH: Float[Array, "B T G H"],
   v_BTNU: Float[Array, "B T N U"],
   log_decay: Float[Array, "B T N *H"],
   strength_BTN: Float[Array, "B T N"],
@@ -175,17 +177,17 @@ def summary(
 
   A is a matrix [B, N, H, H] with the delta rule, else the decay over the piece, [B, N, *H].
   """
-  batch, length, heads, size = k_BTNH.shape
-  shape = (batch, heads, size, v_BTNU.shape[-1])
+  (batch, length, heads, values), size = v_BTNU.shape, k_BTGH.shape[-1]
+  shape = (batch, heads, size, values)
   start = jnp.zeros(shape, v_BTNU.dtype)
   if not delta:
-    _, end = recurrence(None, k_BTNH, v_BTNU, log_decay, strength_BTN, start, delta=delta)
+    _, end = recurrence(None, k_BTGH, v_BTNU, log_decay, strength_BTN, start, delta=delta)
     return jnp.exp(jnp.sum(log_decay, axis=1)), end
   # The state is linear in the first one: with the identity in its place, columns become A's.
   eye = jnp.broadcast_to(jnp.eye(size, dtype=start.dtype), (*shape[:3], size))
   more = jnp.zeros((batch, length, heads, size), v_BTNU.dtype)
   start, v = (jnp.concatenate(pair, axis=-1) for pair in ((eye, start), (more, v_BTNU)))
-  _, end = recurrence(None, k_BTNH, v, log_decay, strength_BTN, start, delta=delta)
+  _, end = recurrence(None, k_BTGH, v, log_decay, strength_BTN, start, delta=delta)
   return end[..., :size], end[..., size:]
 
 

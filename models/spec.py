@@ -286,6 +286,7 @@ class DecoderSpec(LayersSpec):
   mixer_head_size: int
   mixer_value_head_size: int
   convolution_size: int
+  mixer_step_limits: tuple[float, ...]
 
   trainable: tuple[str, ...]
   attention_kernel: str
@@ -387,7 +388,8 @@ class DecoderSpec(LayersSpec):
       "y": ("mixer_layers", mixer_layers(self)),
     }
     used = self.mixer != NO_MIXER
-    return {letter: Dim(name, size if used else 0) for letter, (name, size) in dims.items()}
+    found = {letter: Dim(name, size if used else 0) for letter, (name, size) in dims.items()}
+    return {**found, "G": dataclasses.replace(found["G"], may_replicate=True)}
 
 
 LATENT_ATTENTION = "latent"  # model.attention

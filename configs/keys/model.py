@@ -69,7 +69,7 @@ _EXPERTS: Rows = {
 }
 
 # Of mixers with a state; 0: what follows from other keys.
-WITH_STATES = ("gated_delta",)
+WITH_STATES = ("gated_delta", "mamba2", "lightning")
 MIXER: Rows = {
   "mixer_heads": Key(0, "heads of values; 0: heads", unit="heads", least=0, most=MOST_HEADS),
   "mixer_key_heads": Key(
@@ -192,9 +192,10 @@ DECODER: Rows = {
   "mixer": Key(
     "none",
     "What layers of the type mixer have in place of attention, with a state whose size does not "
-    "depend on the number of tokens: gated_delta (Gated DeltaNet, arXiv:2412.06464), or "
-    "short_convolution (LFM2)",
-    choices=("none", "gated_delta", "short_convolution"),
+    "depend on the number of tokens: gated_delta (Gated DeltaNet, arXiv:2412.06464), mamba2 "
+    "(arXiv:2405.21060), lightning (lightning attention, arXiv:2501.08313), or short_convolution "
+    "(LFM2)",
+    choices=("none", "gated_delta", "mamba2", "lightning", "short_convolution"),
     registry="mixer",
     excludes={
       "model.base_width": "muP has no rule for the sizes of mixers",
@@ -206,9 +207,12 @@ DECODER: Rows = {
     4,
     "tokens that a mixer's causal convolution sees, its own the last",
     unit="tokens",
-    needs="model.mixer",
+    needs="model.mixer=gated_delta|mamba2|short_convolution",
   ),
   **shared(MIXER, needs=f"model.mixer={'|'.join(WITH_STATES)}"),
+  "mixer_step_limits": Key(
+    (), "the smallest and the largest step of Mamba-2; (): any", needs="model.mixer=mamba2"
+  ),
   "norm": Key("rms", "rms or layer", choices=("rms", "layer"), registry="norm"),
   "norm_epsilon": Key(1e-06, "added to the variance", above=0),
   "norm_scale_from_one": Key(False, "the stored scale is added to one (Gemma)"),

@@ -140,6 +140,9 @@ def mixer_errors(model: ConfigDict, data: ConfigDict, sizes: Mapping[str, int]) 
       f"model.mixer_key_heads={model.mixer_key_heads}; set model.mixer_key_heads to one of "
       f"{listed(divisors(model.mixer_heads))}"
     )
+  limits = tuple(model.mixer_step_limits)
+  if limits and (len(limits) != 2 or not 0 <= limits[0] < limits[1]):
+    yield f"model.mixer_step_limits={limits}: two numbers, the smaller first, or () for any"
   parts, length = sizes.get("context", 1), data.sequence_length
   ring = model.context_attention != "gather"
   piece, most = length // (parts * (2 if ring else 1)), model.convolution_size - 1
@@ -317,10 +320,11 @@ def _layer_types(model: ConfigDict) -> Iterator[str]:
       + ("no layer is of the type sliding" if model.window else "the type sliding needs a window")
     )
   unrotated = [one.endswith("unrotated") for one in types if one != MIXER]
-  if any(unrotated) and (model.positions != "rotary" or all(unrotated)):
+  lost = all(unrotated) and MIXER not in types  # a recurrence has an order of its own
+  if any(unrotated) and (model.positions != "rotary" or lost):
     yield (
       f"model.layer_types: layers without rotary positions need others with them; with "
-      f"model.positions={model.positions!r}, {'all' if all(unrotated) else 'some'} are unrotated"
+      f"model.positions={model.positions!r}, {'all' if lost else 'some'} are unrotated"
     )
   if not sliding and (model.global_every or model.local_rotary_base):
     yield (

@@ -252,6 +252,20 @@ _LFM_2 = {
     "full" if layer in (2, 5, 8, 10, 12, 14) else "mixer" for layer in range(16)
   ),
 }
+_BAMBA = {
+  **{"norm_epsilon": 1e-5, "vocabulary_size": 128_256, "rotary_size": 64, "mixer": "mamba2"},
+  **{"mixer_heads": 128, "mixer_key_heads": 1, "mixer_head_size": 128, "mixer_value_head_size": 64},
+  "layer_types": tuple("full" if layer in (9, 18, 27) else "mixer" for layer in range(32)),
+}
+_GRANITE_4_H = {
+  **{"norm_epsilon": 1e-5, "vocabulary_size": 100_352, "tied_embeddings": True},
+  **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+  **{"mixer": "mamba2", "mixer_key_heads": 1, "mixer_head_size": 128, "mixer_value_head_size": 64},
+  "layer_types": tuple(
+    "full_unrotated" if layer in (5, 15, 25, 35) else "mixer" for layer in range(40)
+  ),
+}
+_GRANITE_4_MICRO = {"mixer_heads": 64, "attention_scale": 0.015625, "logits_divisor": 8.0}
 _SMOLLM_2 = {
   **{"head_size": 64, "norm_epsilon": 1e-5, "vocabulary_size": 49_152, "tied_embeddings": True},
   "rotary_base": 100_000.0,
@@ -375,6 +389,8 @@ PRESETS: dict[str, Preset] = {
   "lfm2_350m": Preset(4096, _sizes(16, 1024, 4608, 16, 8, _LFM_2)),
   "lfm2_700m": Preset(4096, _sizes(16, 1536, 6912, 24, 8, _LFM_2)),
   "lfm2_1_2b": Preset(4096, _sizes(16, 2048, 8192, 32, 8, _LFM_2)),
+  "bamba_9b": Preset(4096, _sizes(32, 4096, 14_336, 32, 8, _BAMBA)),
+  "granite4_h_micro": Preset(4096, _sizes(40, 2048, 8192, 32, 8, _GRANITE_4_H, **_GRANITE_4_MICRO)),
   "smollm3_3b": Preset(4096, _sizes(36, 2048, 11_008, 16, 4, _SMOLLM_3)),
   "mixtral_8x7b": Preset(4096, _sizes(32, 4096, 14_336, 32, 8, _MIXTRAL), {"balance_loss": 0.02}),
   "mixtral_8x22b": Preset(4096, _sizes(56, 6144, 16_384, 48, 8, _MIXTRAL), {"balance_loss": 0.001}),

@@ -258,6 +258,8 @@ def test_what_no_family_has_is_named_when_it_is_written():
     ("qwen3_8b", "qwen3"),
     ("gemma2_9b", "gemma2"),
     ("lfm2_1_2b", "lfm2"),
+    ("bamba_9b", "bamba"),
+    ("granite4_h_micro", "granitemoehybrid"),
   ],
 )
 def test_the_family_of_a_model_is_found_by_what_it_has(preset, model_type):
@@ -286,7 +288,15 @@ def test_lfm2s_file_is_its_preset():
 # ------------------------------ what is refused ------------------------------
 
 GEMMA_3 = {**LLAMA, "model_type": "gemma3_text", "num_key_value_heads": 2}
+BAMBA = {**LLAMA, "model_type": "bamba", "mamba_n_heads": 8, "mamba_expand": 2}
+GRANITE_4 = {**LLAMA, "model_type": "granitemoehybrid", "mamba_n_heads": 8, "num_local_experts": 0}
 REFUSED = [
+  (GRANITE_4, {"num_local_experts": 8}, "num_local_experts=8: only 0 is read"),
+  (GRANITE_4, {"layer_types": ["mamba", "conv"]}, "for each of the 2 layers is needed"),
+  (BAMBA, {"mamba_d_head": 9}, "would be mamba_expand * hidden_size"),
+  (BAMBA, {"mamba_conv_bias": False}, "mamba_conv_bias=False: only True is read"),
+  (BAMBA, {"time_step_limit": [0.5]}, "the smallest and the largest step are needed"),
+  (BAMBA, {"partial_rotary_factor": 1.0}, "partial_rotary_factor=1.0: it is 0.5"),
   (LFM_2, {"conv_bias": True}, "conv_bias=True: only False is read"),
   (LFM_2, {"layer_types": ["conv"] * 15 + ["mamba"]}, "full_attention or conv for each of the 16"),
   (

@@ -25,6 +25,7 @@ from tests.interop.folders import job_of, read_with_numpy
 KEY = "checkpoint.initialize_from"
 # Each family on one mesh, so that each kind of mesh has families of each kind of tensors.
 MESHES = {
+  "bamba": "dp4_tp2",
   "deepseek_v2": "fsdp8",
   "deepseek_v3": "single",
   "gemma": "dp8",
@@ -32,6 +33,7 @@ MESHES = {
   "gemma3": "dp4_tp2",
   "glm4_moe": "dp2_fsdp2_tp2",
   "gpt2": "fsdp8",
+  "granitemoehybrid": "dp2_fsdp2_tp2",
   "gpt_oss": "dp4_tp2",
   "llama": "dp4_tp2",
   "mistral": "dp8",

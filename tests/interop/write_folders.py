@@ -77,6 +77,25 @@ FOLDERS = {
     },
     "bfloat16",
   ),
+  "bamba": (
+    "bamba",
+    {
+      **{"num_hidden_layers": 4, "attn_layer_indices": [2], "mamba_chunk_size": 5},
+      **{"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3},
+      "rope": (1000.0, {}),
+    },
+    "float32",
+  ),
+  "granitemoehybrid": (
+    "granitemoehybrid",
+    {
+      **{"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"]},
+      **{"mamba_n_heads": 4, "mamba_d_state": 6, "num_local_experts": 0},
+      **{"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4},
+      **{"logits_scaling": 2.0, "shared_intermediate_size": 20, "tie_word_embeddings": True},
+    },
+    "float32",
+  ),
   "mixtral": ("mixtral", {"num_local_experts": 6, "rope": (1000.0, {})}, "bfloat16"),
   "qwen3_moe": (
     "qwen3_moe",

@@ -51,6 +51,8 @@ def logits(config, arrays, tokens_T, segments_T=None):
     of_layer = {"sees_all": sees_all, "length": config.data.sequence_length}
     if model.attention_scale_by_inverse_layer:
       of_layer["depth"] = number + 1
+    if mixes:
+      of_layer["number"] = number
     read_TD = attend(model, layer, normed_TD, seen_TS, positions_T, **of_layer)
     x_TD = x_TD + after(model, layer, "attention_post_norm", read_TD)
     update_TD = mlp(model, layer, norm(model, layer, "mlp_norm", x_TD))
@@ -304,6 +306,61 @@ def gated_delta(model, layer, x_TD, seen_TS, positions_T, **_):
   return np.tensordot(gated, layer["attention/out/kernel"], 2)
 
 
+def mamba2(model, layer, x_TD, seen_TS, positions_T, **_):
+  """Returns the update of a layer with Mamba-2 (arXiv:2405.21060, as in Bamba)."""
+  q, k, v = (
+    silu(
+      convolved(
+        np.tensordot(x_TD, layer[f"attention/{name}/kernel"], 1),
+        *(layer[f"attention/{name}_taps"], positions_T),
+      )
+      + layer[f"attention/{name}_taps_bias"]
+    )
+    for name in ("query", "key", "value")
+  )
+  steps_TA = x_TD @ layer["attention/decay/kernel"] + layer["attention/step_bias"]
+  steps_TA = np.log1p(np.exp(steps_TA))
+  if model.mixer_step_limits:
+    steps_TA = np.minimum(
+      np.maximum(steps_TA, model.mixer_step_limits[0]), model.mixer_step_limits[1]
+    )
+  log_decay_TA = -np.exp(layer["attention/log_factor"]) * steps_TA
+  log_decay_TA[positions_T == 0] = -np.inf
+  out = np.zeros_like(v)
+  of_group = v.shape[1] // k.shape[1]
+  for a in range(v.shape[1]):
+    given = q[:, a // of_group], k[:, a // of_group], v[:, a], log_decay_TA[:, a], steps_TA[:, a]
+    state = np.zeros((k.shape[2], v.shape[2]))
+    out[:, a] = recurrence(*given, state, delta=False)[0] + layer["attention/skip"][a] * v[:, a]
+  gated = out * silu(np.tensordot(x_TD, layer["attention/gate/kernel"], 1))
+  for g in range(k.shape[1]):
+    group = gated[:, g * of_group : (g + 1) * of_group]
+    mean = (group * group).mean((1, 2), keepdims=True)
+    gated[:, g * of_group : (g + 1) * of_group] = group / np.sqrt(mean + model.norm_epsilon)
+  gated = gated * layer["attention/norm/scale"]
+  return np.tensordot(gated, layer["attention/out/kernel"], 2)
+
+
+def lightning(model, layer, x_TD, seen_TS, positions_T, number, **_):
+  """Returns the update of a layer with lightning attention (arXiv:2501.08313)."""
+  q, k, v = (
+    silu(np.tensordot(x_TD, layer[f"attention/{name}/kernel"], 1))
+    for name in ("query", "key", "value")
+  )
+  heads, out = v.shape[1], np.zeros_like(v)
+  of_layer = 1 - number / (model.layers - 1 + 1e-5) + 1e-5
+  for a in range(heads):
+    log_decay_T = np.where(positions_T == 0, -np.inf, -(2 ** (-8 * (a + 1) / heads)) * of_layer)
+    g = a * k.shape[1] // heads
+    given = q[:, g], k[:, g], v[:, a], log_decay_T, np.ones(len(x_TD))
+    out[:, a], _ = recurrence(*given, np.zeros((k.shape[2], v.shape[2])), delta=False)
+  normed = out / np.sqrt((out * out).mean((1, 2), keepdims=True) + 1e-6)
+  gate = 1 / (1 + np.exp(-np.tensordot(x_TD, layer["attention/gate/kernel"], 1)))
+  return np.tensordot(
+    normed * layer["attention/norm/scale"] * gate, layer["attention/out/kernel"], 2
+  )
+
+
 def short_convolution(model, layer, x_TD, seen_TS, positions_T, **_):
   """Returns the update of a layer with a gated short convolution, as in LFM2."""
   before, after, x = (
@@ -313,4 +370,9 @@ def short_convolution(model, layer, x_TD, seen_TS, positions_T, **_):
   return out @ layer["attention/out/kernel"]
 
 
-MIXERS = {"gated_delta": gated_delta, "short_convolution": short_convolution}
+MIXERS = {
+  "gated_delta": gated_delta,
+  "mamba2": mamba2,
+  "lightning": lightning,
+  "short_convolution": short_convolution,
+}

@@ -14,7 +14,7 @@ from tests.helpers.jobs import first_state, host_batch, make_job
 from tests.models import numpy_decoder
 from tests.models.test_transformer import assert_pieces_give_what_the_whole_gives
 from tests.parity.comparison import assert_equal, train
-from tests.parity.mixers import CONVOLUTION, DELTA, EACH, MESHES, OFTEN
+from tests.parity.mixers import CONVOLUTION, DELTA, EACH, LIGHTNING, MAMBA, MESHES, OFTEN
 from tests.parity.variants import MUON as LARGE_STEPS
 
 FLOAT64 = {
@@ -26,14 +26,15 @@ MUON = {**LARGE_STEPS, "optimizer.learning_rate": 0.001}  # as those of `EACH`
 
 # ------------------------------ the recurrence ------------------------------
 
-SIZES = {"B": 2, "N": 2, "H": 5, "U": 3}
+SIZES = {"B": 2, "N": 4, "H": 5, "U": 3}
+GROUPS = 2  # of queries and keys
 
 
 def drawn(length, *, rows, seed=0):
   """Returns inputs of a recurrence: decays strong, weak, none, and to zero."""
   random = np.random.default_rng(seed)
   batch, heads, size, values = SIZES.values()
-  q, k = random.standard_normal((2, batch, length, heads, size))
+  q, k = random.standard_normal((2, batch, length, GROUPS, size))
   k /= np.linalg.norm(k, axis=-1, keepdims=True)
   v = random.standard_normal((batch, length, heads, values))
   strength = random.uniform(0, 2, (batch, length, heads))
@@ -51,7 +52,7 @@ def token_by_token(arrays, delta):
   out = np.zeros((batch, length, heads, start.shape[-1]), np.result_type(*arrays))
   end = np.zeros(start.shape, out.dtype)
   for b, n in np.ndindex(batch, heads):
-    given = (x[b, :, n] for x in of_tokens)
+    given = (x[b, :, n * x.shape[2] // heads] for x in of_tokens)
     out[b, :, n], end[b, n] = numpy_decoder.recurrence(*given, start[b, n], delta=delta)
   return out, end
 
@@ -136,12 +137,17 @@ def test_memory_of_the_gradient_is_linear_in_the_tokens():
 # ------------------------------ a hybrid decoder ------------------------------
 
 
-@pytest.mark.parametrize("keys", [DELTA, CONVOLUTION], ids=["delta", "convolution"])
+HYBRIDS = {"delta": DELTA, "mamba": MAMBA, "lightning": LIGHTNING, "convolution": CONVOLUTION}
+
+
+@pytest.mark.parametrize("keys", HYBRIDS.values(), ids=HYBRIDS)
 def test_the_loss_is_numpys_and_documents_have_no_influence_on_others(keys):
   with jax.enable_x64(True):
     more = {"model.separate_documents": True, "data.sequence_length": 24}
     job = make_job("single", "lm", **{**keys, **FLOAT64, **more})
     params, batch = first_state(job).params, host_batch(job)
+    random = np.random.default_rng(2)  # of biases and scales too
+    params = jax.tree.map(lambda x: x + 0.2 * random.standard_normal(x.shape), params)
 
     def read(params, batch):
       model = nnx.merge(job.program.graphdef, params)
@@ -166,8 +172,10 @@ def test_the_loss_is_numpys_and_documents_have_no_influence_on_others(keys):
   ("mesh", "keys"),
   [
     ({}, DELTA),
-    pytest.param({"mesh.data": 2, "mesh.tensor": 4}, DELTA, marks=pytest.mark.long),
+    ({}, MAMBA),
+    pytest.param({"mesh.data": 2, "mesh.tensor": 4}, MAMBA, marks=pytest.mark.long),
     pytest.param({"mesh.fsdp": 4, "mesh.tensor": 2}, CONVOLUTION, marks=pytest.mark.long),
+    pytest.param({"mesh.data": 4, "mesh.tensor": 2}, LIGHTNING, marks=pytest.mark.long),
   ],
 )
 def test_pieces_from_a_cache_give_what_the_whole_gives(mesh, keys):
@@ -214,7 +222,8 @@ def test_muon_on_a_mesh_gives_what_one_device_gives():
       {**CONVOLUTION, "model.mixer_heads": 4},
       "model.mixer_heads=4 is about model.mixer=gated_delta",
     ),
-    ({**DELTA, "model.mixer_key_heads": 3}, "is not a multiple of model.mixer_key_heads=3"),
+    ({**DELTA, "model.mixer_key_heads": 5}, "is not a multiple of model.mixer_key_heads=5"),
+    ({**MAMBA, "model.mixer_step_limits": (1.0, 0.1)}, "two numbers, the smaller first"),
     ({**DELTA, "model.experts": 4}, "mixers are beside dense MLPs"),
     ({**DELTA, "mesh.stage": 2}, "the stages of a pipeline are alike; set mesh.stage=1"),
     ({**DELTA, "model.convolution_size": 9, "mesh.context": 4}, "needs 8 of them"),

@@ -7,11 +7,20 @@ TYPES = {"model.layers": 4, "model.layer_types": ("mixer", "mixer", "mixer", "fu
 DELTA = {
   **TYPES,
   "model.mixer": "gated_delta",
-  "model.mixer_key_heads": 4,
+  "model.mixer_heads": 12,
+  "model.mixer_key_heads": 3,  # which `tensor` does not divide, and does not come out even
   "model.mixer_head_size": 5,
   "model.mixer_value_head_size": 7,
   "model.separate_documents": True,
 }
+MAMBA = {
+  **DELTA,
+  "model.mixer": "mamba2",
+  "model.mixer_heads": 8,
+  "model.mixer_key_heads": 2,  # which `tensor` divides, or of which it gives a device one
+  "model.mixer_step_limits": (0.02, 0.7),
+}
+LIGHTNING = {**DELTA, "model.mixer": "lightning"}
 CONVOLUTION = {**TYPES, "model.mixer": "short_convolution", "model.convolution_size": 3}
 _ALL = {"mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2}
 _RING, _GATHER = ({"model.context_attention": kind} for kind in ("ring", "gather"))
@@ -30,7 +39,9 @@ MESHES = {
 EACH = {
   # Small steps: keys of unit length turn far in large ones, which multiplies rounding errors.
   "delta": {**DELTA, "optimizer.learning_rate": 0.005},
+  "mamba": MAMBA,
+  "lightning": LIGHTNING,
   "convolution": {**CONVOLUTION, **ADAPTERS, "lora.dropout": 0.3},
 }
 # The others in `make test-long`.
-OFTEN = (("all, ring", "delta"),)
+OFTEN = (("all, ring", "delta"), ("tensor4, accumulated", "mamba"))

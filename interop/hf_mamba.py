@@ -1,0 +1,142 @@
+"""The parts and tensors of families with Mamba-2, beside those of `hf_parts.py`."""
+
+from typing import Any
+
+from interop.hf_parts import FULL, Ours, Part, Theirs, only, short, types_of, value_of
+from runtime.layer_kinds import MIXER
+
+MAMBA = "mamba2"  # model.mixer
+
+# ------------------------------ tensors ------------------------------
+
+
+def tensors(start: str) -> dict[str, tuple[str, ...]]:
+  """Returns the rows of a mixer whose names begin so; see `hf_families`."""
+  ours = "layers/attention/"
+  channels = [f"{ours}{name}_taps" for name in ("value", "key", "query")]
+  return {
+    f"{start}in_proj.weight": (
+      "Au+Au+Gh+Gh+A D",
+      *(f"{ours}{name}/kernel" for name in ("gate", "value", "key", "query", "decay")),
+    ),
+    f"{start}conv1d.weight": ("Au+Gh+Gh 1 w", *channels),
+    f"{start}conv1d.bias": ("Au+Gh+Gh", *(f"{name}_bias" for name in channels)),
+    f"{start}dt_bias": ("A", f"{ours}step_bias"),
+    f"{start}A_log": ("A", f"{ours}log_factor"),
+    f"{start}D": ("A", f"{ours}skip"),
+    f"{start}norm.weight": ("Au", f"{ours}norm/scale"),
+    f"{start}out_proj.weight": ("D Au", f"{ours}out/kernel"),
+  }
+
+
+# ------------------------------ config.json ------------------------------
+
+_LIMITS = "time_step_limit"
+# Their keys -> ours.
+_SIZES = {
+  "mamba_n_heads": "mixer_heads",
+  "mamba_n_groups": "mixer_key_heads",
+  "mamba_d_state": "mixer_head_size",
+  "mamba_d_head": "mixer_value_head_size",
+  "mamba_d_conv": "convolution_size",
+}
+
+
+def _limits(theirs: Theirs) -> tuple[float, ...]:
+  """Returns `model.mixer_step_limits`; transformers writes infinity as an object."""
+  given = theirs.get(_LIMITS)
+  if given is None:
+    return ()
+  found = [float("inf") if x == {"__float__": "Infinity"} else x for x in given]
+  if not (len(found) == 2 and all(type(x) in (int, float) for x in found) and found[0] >= 0):
+    raise ValueError(f"{_LIMITS}={short(given)}: the smallest and the largest step are needed")
+  return () if found == [0, float("inf")] else (float(found[0]), float(found[1]))
+
+
+def _read(theirs: Theirs) -> dict[str, Any]:
+  width, heads = value_of(theirs, "mamba_expand") * value_of(theirs, "hidden_size"), "mamba_n_heads"
+  if theirs.get("mamba_d_head") in (None, "auto"):
+    theirs = {**theirs, "mamba_d_head": width // value_of(theirs, heads)}
+  if value_of(theirs, "mamba_d_head") * value_of(theirs, heads) != width:
+    raise ValueError(
+      f"mamba_d_head={theirs['mamba_d_head']}, {heads}={theirs[heads]}: their product would be "
+      f"mamba_expand * hidden_size = {width}"
+    )
+  sizes = {ours: value_of(theirs, key) for key, ours in _SIZES.items()}
+  return {"mixer": MAMBA, **sizes, "mixer_step_limits": _limits(theirs)}
+
+
+def _write(model: Ours) -> dict[str, Any]:
+  width, size = model["mixer_heads"] * model["mixer_value_head_size"], model["model_size"]
+  limits = [*model["mixer_step_limits"]]
+  return {
+    **{key: model[ours] for key, ours in _SIZES.items()},
+    "mamba_expand": width / size if width % size else width // size,  # a fraction is not read
+    **({_LIMITS: limits} if limits else {}),
+  }
+
+
+def _of_mixers(part: Part, layers: Part) -> Part:
+  """Returns the part of the layers' types, and that of their mixers where there are any."""
+
+  def read(theirs: Theirs) -> dict[str, Any]:
+    found = layers.read(theirs)
+    return {**found, **part.read(theirs)} if MIXER in found["layer_types"] else found
+
+  def write(model: Ours) -> dict[str, Any]:
+    return layers.write(model) | (part.write(model) if model["mixer"] == MAMBA else {})
+
+  return Part((*layers.keys, *part.keys), read, write)
+
+
+_MIXER = Part((*_SIZES, "mamba_expand", _LIMITS), _read, _write)
+# `mamba_chunk_size` is a matter of rounding.
+PLAIN = (only("mamba_conv_bias", True), only("mamba_proj_bias", False))
+IGNORED = ("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")
+
+_LISTED = "attn_layer_indices"
+BAMBA = _of_mixers(
+  _MIXER,
+  Part(
+    (_LISTED,),
+    lambda theirs: {
+      "layer_types": tuple(
+        "full" if layer in (theirs.get(_LISTED) or ()) else MIXER
+        for layer in range(value_of(theirs, "num_hidden_layers"))
+      )
+    },
+    lambda model: {
+      _LISTED: [layer for layer, one in enumerate(types_of(model)) if one != MIXER],
+    },
+  ),
+)
+
+# ------------------------------ Granite 4 ------------------------------
+
+_KINDS = {"mamba": MIXER, "linear_attention": MIXER, "attention": "full", FULL: "full"}
+_POSITIONS = "position_embedding_type"
+
+
+def _read_granite(theirs: Theirs) -> dict[str, Any]:
+  """In the notation of version 4.57 as of 5; attention has no positions unless the file says so."""
+  layers = value_of(theirs, "num_hidden_layers")
+  kinds = theirs.get("layer_types") or ["mamba"] * layers
+  if len(kinds) != layers or not {*kinds} <= {*_KINDS}:
+    raise ValueError(
+      f"layer_types={short(kinds)}: one of {', '.join(_KINDS)} for each of the {layers} layers is "
+      f"needed"
+    )
+  full = "full" if theirs.get(_POSITIONS) == "rope" else "full_unrotated"
+  types = tuple(full if _KINDS[one] == "full" else MIXER for one in kinds)
+  return {"layer_types": () if {*types} == {"full"} else types}
+
+
+def _write_granite(model: Ours) -> dict[str, Any]:
+  types = types_of(model)
+  return {
+    "layer_types": ["mamba" if one == MIXER else "attention" for one in types],
+    _POSITIONS: "rope" if "full" in types else None,
+  }
+
+
+GRANITE = _of_mixers(_MIXER, Part(("layer_types", _POSITIONS), _read_granite, _write_granite))
