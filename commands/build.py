@@ -8,7 +8,8 @@ from ml_collections import ConfigDict
 
 from commands import config_flag, flags
 from configs.schema import finalize, model_checks, validate
-from processes.coordination import current
+from partitioning import mesh_sizes
+from processes.coordination import current, of_processes
 from runtime import compilation_cache, devices
 from training import run_tokenizer, setup
 
@@ -48,6 +49,7 @@ def start_devices(*configs: ConfigDict) -> list[devices.Devices]:
     slices=[config.mesh_dcn.to_dict() for config in configs],
     simulate=flags.SIMULATE.value,
     processes=current().count,
+    of_processes=of_processes() if any(config.training.elastic for config in configs) else 0,
   )
 
 
@@ -58,9 +60,11 @@ def job(config: ConfigDict, its_devices: devices.Devices) -> setup.Job:
     ValueError: keys that do not go together, or a layout that is refused.
   """
   platform, capability = its_devices.platform, devices.compute_capability(its_devices)
-  given = copy.deepcopy(config)
-  config, choices = finalize.with_choices(config, platform, its_devices.sizes, capability)
-  validate.check(config, its_devices.sizes)
+  given, sizes = copy.deepcopy(config), its_devices.sizes
+  if config.training.elastic:  # the config is that of the whole mesh
+    sizes = mesh_sizes.resolve_sizes(config.mesh, None, config.mesh_dcn)
+  config, choices = finalize.with_choices(config, platform, sizes, capability)
+  validate.check(config, sizes)
   model_checks.check_attention_device(config.training, platform, capability)
   if config.training.parameter_dtype == "float64":
     jax.config.update("jax_enable_x64", True)

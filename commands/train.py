@@ -34,7 +34,7 @@ from training.metrics.console import say, say_wrapped
 with epy.lazy_imports():  # what is said at the end, and what only some runs begin with or show
   from commands import closing, run_report
   from inference import request
-  from training import base_parameters
+  from training import base_parameters, elastic
   from training.metrics import sinks
 
 
@@ -51,6 +51,9 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   splits.train_missing_tokenizer(flags.CONFIG.value)
   restore.adopt_schedule(flags.CONFIG.value.optimizer, flags.workdir())
   [ready] = build.prepare(flags.CONFIG)
+  if ready.config.training.elastic:
+    held = [p for kind in ("parameters", "optimizer") for p in ready.placements[kind].values()]
+    elastic.offer(ready.config, ready.batches, held, ready.devices.sizes)
   workdir = flags.workdir()
   # What was given before anything was taken from the workdir.
   ready = dataclasses.replace(ready.storing(), given=parsed)
@@ -131,6 +134,7 @@ def _run(data: splits.Data, start: restore.Start, watch: Watchdog) -> int:
       raise
     report.failed(error)
     return _failed(MemoryError(f"{error}. {_NAMES_ARRAYS}"), watch, everywhere=False)
+  _say_replicas(ready)
   if not end.stopped:
     closing.curve(workdir)
   say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
@@ -209,6 +213,7 @@ def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:
   among = f", of {count} processes" if count > 1 else ""
   mesh = mesh_text(ready.devices.sizes, ready.devices.slices)
   say_wrapped(f"devices: {ready.mesh.size} x {kind}{among}; mesh: {mesh}")
+  _say_replicas(ready)
   say_wrapped(layout_text.job_text(ready, whole=False))
   sources = {"train": data.train.source, "evaluation": data.evaluation.source}
   stored = {split: one for split, one in sources.items() if not one.report}
@@ -218,6 +223,13 @@ def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:
   say_wrapped(optimizer_checks.optimizer_text(ready.config.optimizer))
   splits.announce(*sources.values(), ready.batches.steps, ready.batches.ramp)
   say(f"workdir: {workdir}; {workdir_files.LAYOUT} in it has the sharding of each array")
+
+
+def _say_replicas(ready: setup.Job) -> None:
+  """Prints what mesh an elastic run has."""
+  if ready.config.training.elastic:
+    count = ready.program.spec.gradient_accumulation_steps
+    say_wrapped(elastic.text(ready.config, ready.devices.sizes, ready.devices.slices, count))
 
 
 def write_files(data: splits.Data, start: restore.Start) -> None:

@@ -95,6 +95,34 @@ def _resolve(sizes: Mapping[str, int], device_count: int | None, slices: int) ->
   return sizes
 
 
+def with_fewer_replicas(
+  sizes: Mapping[str, int], slices: Mapping[str, int], count: int
+) -> tuple[dict[str, int], dict[str, int]]:
+  """Returns a mesh and its slices with so few data replicas that they have `count` devices.
+
+  Whole slices are left out where replicas are on several.
+
+  Args:
+    sizes: axis name -> size within a slice, none of them -1.
+    slices: axis name -> number of slices that it spans.
+    count: devices that there are; with all of the mesh, or more, nothing changes.
+
+  Raises:
+    ValueError: they are no whole number of replicas.
+  """
+  sizes, slices = dict(sizes), dict(slices)
+  whole = math.prod(sizes.values()) * math.prod(slices.values())
+  of = slices if slices.get("data", 1) > 1 else sizes
+  replicas, rest = divmod(of["data"] * count, whole)
+  if rest or not replicas:
+    raise ValueError(
+      f"training.elastic=True: the mesh has {of['data']} data replicas of {whole // of['data']} "
+      f"devices each, and the {count} devices that there are hold no whole number of them"
+    )
+  of["data"] = min(replicas, of["data"])
+  return sizes, slices
+
+
 def _fitting(sizes: Mapping[str, int], device_count: int) -> str:
   """Returns the overrides of one axis that make a mesh fit, and the config that always does."""
   fixed = math.prod(sizes.values())

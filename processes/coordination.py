@@ -416,6 +416,11 @@ def refuse(text: str, workdir: epath.Path | None = None) -> None:
       rendezvous.call(*found, token=token, timeout_seconds=5, refused=text)
 
 
+def of_processes() -> int:
+  """Returns how many processes the run has when none is missing."""
+  return max(_current.count, int(os.environ.get(preemption.OF_PROCESSES) or 0))
+
+
 # ------------------------------ leaving ------------------------------
 
 

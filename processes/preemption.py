@@ -26,6 +26,9 @@ _POLLED_SECONDS = 3.0  # for the main thread to clean up, if it polls for a stop
 
 # Set by a launcher that starts a process which dies alone again, and tells the others by a signal.
 REPLACEABLE, PEER_LOST = "MESHWRIGHT_REPLACEABLE", signal.SIGUSR1
+# Set by one that starts an elastic run again with fewer processes: how many all are, and a file
+# descriptor to which the run writes with how many it can go on.
+OF_PROCESSES, FITTING = "MESHWRIGHT_PROCESSES", "MESHWRIGHT_FITTING_TO"
 
 # The requests in use, the newest last.
 _entered: list["StopRequest"] = []

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import psutil
 from etils import epy
 
-from partitioning.mesh_sizes import product_text, resolve_sizes
+from partitioning.mesh_sizes import product_text, resolve_sizes, with_fewer_replicas
 
 with epy.lazy_imports():
   import jax
@@ -123,6 +123,7 @@ def start(
   slices: Sequence[Mapping[str, int]] = (),
   simulate: bool = False,
   processes: int = 1,
+  of_processes: int = 0,
 ) -> list[Devices]:
   """Starts JAX's backend with the devices that the meshes need; returns one entry per mesh.
 
@@ -133,6 +134,8 @@ def start(
     slices: for each mesh, axis name -> number of slices that it spans; by default one.
     simulate: use simulated CPU devices even if there is an accelerator.
     processes: of the run.
+    of_processes: that an elastic run has when none is missing: with fewer, or fewer devices, its
+      meshes have fewer data replicas. 0: the run is not elastic.
 
   Raises:
     ValueError: the sizes do not fit the devices.
@@ -141,7 +144,17 @@ def start(
   found = None if simulates(simulate) else hardware()
   over = [{axis: n for axis, n in one.items() if n != 1} for one in slices] or [{}] * len(meshes)
   pairs = list(zip(meshes, over, strict=True))
+
+  def fitted(there: int | None) -> list[tuple[Mapping[str, int], Mapping[str, int]]]:
+    if not of_processes:
+      return pairs
+    wholes = [math.prod(resolve_sizes(mesh, None, over).values()) for mesh, over in pairs]
+    counts = [there or whole * processes // of_processes for whole in wholes]
+    given = zip(pairs, wholes, counts, strict=True)
+    return [with_fewer_replicas(*pair, n) if n < whole else pair for pair, whole, n in given]
+
   if found is None:
+    pairs = fitted(None)
     sizes = [resolve_sizes(mesh, None, over) for mesh, over in pairs]
     _simulate(_largest(sizes, processes), processes)
     return [Devices("cpu", True, s, over) for s, (_, over) in zip(sizes, pairs, strict=True)]
@@ -154,6 +167,7 @@ def start(
   if platform == "cpu":
     raise RuntimeError(_not_started(found))
   count = jax.device_count()
+  pairs = fitted(count)
   return [Devices(platform, False, resolve_sizes(mesh, count, one), one) for mesh, one in pairs]
 
 

@@ -32,8 +32,8 @@ from training.state import State, merged, split
 from training.step import Program, make_program
 from training.tasks import DPO
 
-with epy.lazy_imports():  # of steps with several microbatches, and state in the host's memory
-  from training import microbatches
+with epy.lazy_imports():  # of elastic runs, several microbatches, and state in the host's memory
+  from training import elastic, microbatches
   from training.optimizers import host_state
 
 
@@ -308,10 +308,15 @@ def prepare(config: ConfigDict, devices: Devices, choices: Sequence[Any] = ()) -
 
   Raises:
     LayoutError: with every failure of the layout in one message.
-    ValueError: parameters and optimizer state do not fit the memory, the devices have no 8-bit
+    ValueError: the batch of an elastic run cannot be divided by the replicas that there are,
+      parameters and optimizer state do not fit the memory, the devices have no 8-bit
       matmuls of the config's kind, or `training.gradient_reduction=step` is not possible.
   """
   resolved = resolve(config)
+  if config.training.elastic:
+    count = elastic.microbatches(config, resolved.batch, devices.sizes)
+    step = dataclasses.replace(resolved.step, gradient_accumulation_steps=count)
+    resolved = dataclasses.replace(resolved, step=step)
   count = math.prod(devices.sizes.values())
   there = devices.described or jax.devices()[:count]
   check_matmul_dtype(resolved.step.matmul_dtype, chips.known(there[0]))

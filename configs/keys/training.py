@@ -264,6 +264,12 @@ TRAINING: Rows = {
     least=0,
     resume=MAY_CHANGE,
   ),
+  "elastic": Key(
+    False,
+    "Go on with fewer data replicas where processes or devices are missing, with the same batches "
+    "(docs/reliability.md)",
+    resume=MAY_CHANGE,
+  ),
   "replica_check_every_steps": Key(
     10,
     "Compare replicas of parameters and optimizer state, also before every save; 0: off.",

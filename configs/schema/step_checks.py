@@ -117,6 +117,25 @@ def no_ring(training: ConfigDict, partitioning: ConfigDict, lora: ConfigDict) ->
   return ""
 
 
+# ------------------------------ fewer replicas ------------------------------
+
+
+def elastic_errors(training: ConfigDict, mesh: ConfigDict, mesh_dcn: ConfigDict) -> Iterator[str]:
+  """Yields why an elastic run could not go on with fewer data replicas."""
+  if not training.elastic:
+    return
+  if open_axes := [axis for axis, size in mesh.items() if size == -1]:
+    yield (
+      f"training.elastic=True with mesh.{open_axes[0]}=-1: whether devices are missing is told by "
+      f"the size of the whole mesh; set it"
+    )
+  elif mesh.data * mesh_dcn.data == 1:
+    yield (
+      "training.elastic=True with mesh.data=1 and mesh_dcn.data=1: there is no data replica to go "
+      "on without; set one of them to 2 or more, or leave training.elastic at False"
+    )
+
+
 # ------------------------------ memory ------------------------------
 
 

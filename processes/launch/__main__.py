@@ -1,7 +1,7 @@
 """Starts the processes of one run on this machine, merges their logs, and leaves none behind.
 
-python -m processes.launch --processes=2 [--restarts=0] [--replacements=0] [--grace_seconds=30]
-  [--report=FILE] -- python main.py ...
+python -m processes.launch --processes=2 [--restarts=0] [--replacements=0] [--return_seconds=600]
+  [--grace_seconds=30] [--report=FILE] -- python main.py ...
 
 Each process sees JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. When one fails, it
 is named, its last lines are repeated (unless SIGKILL ended it), and the others are ended. SIGTERM,
@@ -12,6 +12,9 @@ SIGTERM goes to each process alone, not to its children: a shell in between must
 --restarts=N runs the same command again after exit code 1, 75 or death by a signal.
 --replacements=N first starts processes that a signal has ended alone, N of them at most: the others
 abandon the step in flight, meet the new ones, and resume from the newest checkpoint.
+With training.elastic=True, a run that processes are missing from after that starts again with fewer
+of them, as many as it can divide its batches by. After --return_seconds (0: never), or on SIGUSR2
+to the launcher, it saves and starts again with all.
 --report=FILE appends two lines of JSON for each start: {"pids": [...]} when all processes have
 started (and again when one is replaced), {"codes": [...], "killed": [...]} when they have ended:
 exit codes (128 + n for signal n), and the indices of those that the launcher ended.
@@ -21,11 +24,14 @@ killed it; 75 stopped after saving; 128 + n asked to stop by signal n and killed
 more processes than the machine holds; 1 it has no memory, process ids or files left now.
 """
 
+import math
 import signal
 import time
 
 # (signal, time by the monotonic clock) of each request to stop the launcher.
 asked: list[tuple[int, float]] = []
+# When, by that clock, processes that have died may be started again: now, if SIGUSR2 says so.
+back_at = [math.inf]
 
 
 def ask(number: int, frame: object) -> None:
@@ -33,16 +39,21 @@ def ask(number: int, frame: object) -> None:
   asked.append((number, time.monotonic()))
 
 
+def come_back(number: int, frame: object) -> None:
+  """Records that processes that have died may be started again."""
+  back_at[0] = time.monotonic()
+
+
 if __name__ == "__main__":  # before slow imports, so that Ctrl-C works during them
   signal.signal(signal.SIGTERM, ask)
   signal.signal(signal.SIGINT, ask)
+  signal.signal(signal.SIGUSR2, come_back)
 
 import argparse
 import collections
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import resource
@@ -58,7 +69,7 @@ import psutil
 
 from processes import reaper
 from processes.listening import free_port
-from processes.preemption import PEER_LOST, REPLACEABLE
+from processes.preemption import FITTING, OF_PROCESSES, PEER_LOST, REPLACEABLE
 from runtime.exit_codes import DONE, FAILED, REFUSED, STOPPED, retryable
 
 RESTARTABLE = (FAILED, STOPPED)  # and death by signals
@@ -212,14 +223,18 @@ class Attempt:
   A context manager, which leaves no process behind.
   """
 
-  def __init__(self, options: argparse.Namespace, log: Logs):
+  def __init__(self, options: argparse.Namespace, log: Logs, count: int):
     """Starts nothing but the reaper.
 
     Args:
       options: what `parse` returns.
       log: where the outputs go.
+      count: how many processes to start.
     """
-    self._options, self._log = options, log
+    self._options, self._log, self._count = options, log, count
+    self.grows = False  # it ends so that all can be started
+    self._fitting = os.pipe()  # where an elastic run says with how many it can go on
+    os.set_blocking(self._fitting[0], False)
     self._heard, self._announced = 0, math.inf
     self._environment: dict[str, str] = {}
     self._replaced = 0
@@ -247,6 +262,8 @@ class Attempt:
     self._log.close()
     self._reaper.stdin.close()
     self._reaper.wait()
+    for end in self._fitting:
+      os.close(end)
 
   def start(self) -> None:
     """Starts the processes.
@@ -254,12 +271,14 @@ class Attempt:
     Raises:
       OSError: the command cannot be started.
     """
-    count = self._options.processes
+    count = self._count
     address = f"localhost:{free_port()}"
     environment = {
       **os.environ,
       "JAX_COORDINATOR_ADDRESS": address,
       "JAX_NUM_PROCESSES": str(count),
+      OF_PROCESSES: str(self._options.processes),
+      FITTING: str(self._fitting[1]),
       "MESHWRIGHT_TOKEN": secrets.token_hex(32),  # signs their messages
       "PYTHONUNBUFFERED": "1",
       "PYTHONFAULTHANDLER": "1",  # a peer's SIGABRT then shows where it was
@@ -291,6 +310,7 @@ class Attempt:
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       bufsize=0,
+      pass_fds=self._fitting[1:],
       env={**self._environment, "JAX_PROCESS_ID": str(index)},
       start_new_session=True,  # the terminal's Ctrl-C reaches the launcher alone
       # Safe, as the launcher has one thread. The reaper says why the process does this itself.
@@ -327,6 +347,7 @@ class Attempt:
     while self._alive() and time.monotonic() < self._kill_at + UNKILLABLE_SECONDS:
       self._log.pump(POLL_SECONDS)
       self._hear()
+      self._grow()
       self._notice()
       self._press()
     codes = [None if p.code is None else _exit_code(p.code) for p in self._processes]
@@ -357,11 +378,37 @@ class Attempt:
         f"{signal_name(number)}: SIGTERM to all processes, which have {grace:g} s to save; "
         f"press Ctrl-C {'again ' if number == signal.SIGINT else ''}to kill them without saving"
       )
-      self._kill_at = min(self._kill_at, now + grace)
-      for process in self._alive():
-        os.kill(process.popen.pid, signal.SIGTERM)
+      self._stop(now + grace)
       self._announced = time.monotonic()
     self._heard += len(new)
+
+  def _stop(self, kill_at: float) -> None:
+    """Asks the processes to save and end until then."""
+    self._kill_at = min(self._kill_at, kill_at)
+    for process in self._alive():
+      os.kill(process.popen.pid, signal.SIGTERM)
+
+  def _grow(self) -> None:
+    """Stops a run of fewer processes, once those that are missing may be started again."""
+    if self._count == self._options.processes or time.monotonic() < back_at[0]:
+      return
+    if not (self.grows or asked or self._first):
+      self.grows = True
+      self._log.say(f"all {self._options.processes} processes can run again: SIGTERM, to save")
+      self._stop(time.monotonic() + self._options.grace_seconds)
+
+  def survivors(self) -> int:
+    """Returns with how many processes an elastic run goes on after deaths; 0: it cannot."""
+    if asked or self.grows or self._first is None or self._first.code >= 0:
+      return 0
+    # JAX ends peers of the dead by SIGABRT.
+    dead = [p for p in self._processes if (p.code or 0) < 0 and not p.pressed]
+    left = self._count - max(1, sum(p.code != -signal.SIGABRT for p in dead))
+    try:
+      said = os.read(self._fitting[0], 1 << 16).splitlines()
+    except BlockingIOError:
+      return 0  # it is not elastic, or has not begun
+    return max((count for count in map(int, said[-1].split()) if count <= left), default=0)
 
   def _notice(self) -> None:
     """Finds processes that have ended, and sets a deadline for the others."""
@@ -375,7 +422,7 @@ class Attempt:
       grace = self._options.grace_seconds if process.code == STOPPED else OWN_END_SECONDS
       self._terminate_at = min(self._terminate_at, time.monotonic() + grace)
       self._kill_at = min(self._kill_at, time.monotonic() + grace + TERMINATE_SECONDS)
-      obeyed = self._heard and process.code == -signal.SIGTERM
+      obeyed = (self._heard or self.grows) and process.code == -signal.SIGTERM
       if process.code == STOPPED or self._first or obeyed:
         self._log.say(f"process {process.index} ended: {process.how()}")
       else:
@@ -422,7 +469,7 @@ class Attempt:
   def _verdict(self) -> int:
     for process in self._alive():
       self._log.say(f"process {process.index} (pid {process.popen.pid}) survives SIGKILL")
-    if len(self._processes) < self._options.processes:
+    if len(self._processes) < self._count:
       return STOPPED  # stopped while they were started: nothing is lost
     if any(process.code == REFUSED and not process.pressed for process in self._processes):
       return REFUSED  # whichever ended first: a retry would end the same
@@ -507,11 +554,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
   parser.add_argument("--processes", type=int, required=True, help="how many")
   parser.add_argument("--restarts", type=int, default=0, help="how often at most; 0")
   parser.add_argument("--replacements", type=int, default=0, help="how many at most; 0")
+  parser.add_argument("--return_seconds", type=float, default=600, help="fewer run for; 600")
   parser.add_argument("--grace_seconds", type=float, default=30, help="to save in; 30")
   parser.add_argument("--report", default="", help="the file for pids and exit codes; none")
   options = parser.parse_args(arguments[:split])
   options.command = arguments[split + 1 :]
-  for name, least in (("processes", 1), ("restarts", 0), ("replacements", 0), ("grace_seconds", 0)):
+  numbers = [name for name, value in vars(options).items() if isinstance(value, int | float)]
+  for name in numbers:
+    least = 1 if name == "processes" else 0
     if not getattr(options, name) >= least:
       parser.error(f"--{name}={getattr(options, name)}: must be at least {least}")
   if not options.command:
@@ -539,27 +589,42 @@ def main(arguments: list[str]) -> int:
   for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
       signal.signal(number, ask)
+  signal.signal(signal.SIGUSR2, come_back)
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit codes away
-  code = STOPPED
-  for start in range(options.restarts + 1):
+  code, said, restarts, count = STOPPED, "", 0, options.processes
+  while True:
     log = Logs()
-    if start:
+    if said:
       time.sleep(RESTART_PAUSE_SECONDS)
     if asked:  # also before the first start: nothing is running, and nothing is to be saved
       break
-    if start:
-      log.say(f"restart {start} of {options.restarts}")
-    with Attempt(options, log) as attempt:
+    if said:
+      log.say(said)
+    with Attempt(options, log, count) as attempt:
       try:
         attempt.start()
         code = attempt.wait()
       except OSError as error:
         log.say(f"{options.command[0]}: {error.strerror}")
         code = FAILED if retryable(error) else REFUSED
+      fewer = attempt.survivors()
     if asked or not (code in RESTARTABLE or code > 128):
       break
-    if start == options.restarts:
-      log.say(f"not started again (--restarts={start}); the same command resumes")
+    if attempt.grows:
+      count, back_at[0] = options.processes, math.inf
+    if attempt.grows and code in (STOPPED, 128 + signal.SIGTERM):  # before it can handle it
+      said = f"starts again with all {count} processes"
+    elif fewer:
+      count, seconds = fewer, options.return_seconds
+      back_at[0] = time.monotonic() + (seconds or math.inf)
+      after = f"after {seconds:g} s (--return_seconds) or " if seconds else ""
+      said = f"goes on with {count} of {options.processes} processes; with all {after}on SIGUSR2"
+    elif restarts < options.restarts:
+      restarts += 1
+      said = f"restart {restarts} of {options.restarts}"
+    else:
+      log.say(f"not started again (--restarts={restarts}); the same command resumes")
+      break
   return code
 
 

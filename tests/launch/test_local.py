@@ -371,6 +371,7 @@ def test_asked_to_stop_between_two_starts_it_starts_no_more(launch):
     (["--processes=two", "--", "true"], "invalid int value: 'two'"),
     (["--processes=2", "--restarts=-1", "--", "true"], "--restarts=-1: must be at least 0"),
     (["--processes=2", "--grace_seconds=nan", "--", "true"], "--grace_seconds=nan: must be"),
+    (["--processes=2", "--return_seconds=-1", "--", "true"], "--return_seconds=-1.0: must be"),
     (["--processes=2", "--", "no-such-command"], "no-such-command: no such command"),
   ],
 )
@@ -455,3 +456,57 @@ def test_a_process_that_fails_by_itself_is_not_replaced(launch):
   launcher = launch("sys.exit(index)", "--replacements=2")
   assert launcher.end() == 1
   assert "replacement" not in launcher.err
+
+
+# ---- Fewer processes
+
+
+ELASTIC = """
+count, told = int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["MESHWRIGHT_FITTING_TO"])
+if index == 0:
+  os.write(told, b"1 3\\n")
+print("of", count, os.environ["MESHWRIGHT_PROCESSES"])
+on_sigterm(75)
+if count == 4 and not os.path.exists("died"):
+  mark(f"up{index}")
+  [wait_for(f"up{one}") for one in range(4)]
+  if index == 2:
+    mark("died")
+    os.kill(os.getpid(), signal.SIGKILL)
+  if index == 3:  # as JAX ends a peer
+    wait_for("died")
+    signal.signal(signal.SIGABRT, signal.SIG_DFL)
+    os.abort()
+  time.sleep(100)
+if count == 3:
+  time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("signals", [True, False])
+def test_an_elastic_run_goes_on_with_fewer_processes_and_grows_again(launch, signals):
+  options = [f"--return_seconds={0 if signals else 1}", "--processes=4"]
+  launcher = launch(ELASTIC, *options)
+  if signals:
+    launcher.wait_for("[2] of 3 4")
+    time.sleep(1)  # without a signal it stays as it is
+    assert launcher.popen.poll() is None
+    launcher.popen.send_signal(signal.SIGUSR2)
+  assert launcher.end() == 0
+  after = "on SIGUSR2" if signals else "after 1 s (--return_seconds) or on SIGUSR2"
+  said = [line.removeprefix("launch: ") for line in launcher.err.splitlines()]
+  assert f"goes on with 3 of 4 processes; with all {after}" in said
+  assert "failed first: signal SIGTERM" not in launcher.err
+  assert "all 4 processes can run again: SIGTERM, to save" in said
+  assert "starts again with all 4 processes" in said
+  assert sum(line.endswith("of 4 4") for line in launcher.out.splitlines()) == 8
+  assert "restart" not in launcher.err
+
+
+def test_a_run_that_fits_no_smaller_number_is_restarted_or_ends(launch):
+  dies = "os.kill(os.getpid(), signal.SIGKILL) if index else time.sleep(100)"
+  for told in ("", "os.write(int(os.environ['MESHWRIGHT_FITTING_TO']), b'\\n')\n"):
+    launcher = launch(f"{told}{COUNT}\nif not count: {dies}", "--restarts=1")
+    assert launcher.end() == 0
+    assert "launch: restart 1 of 1\n" in launcher.err
+    assert "goes on with" not in launcher.err

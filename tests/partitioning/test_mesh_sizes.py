@@ -2,7 +2,14 @@
 
 import pytest
 
-from partitioning.mesh_sizes import AXES, SIMULATED_DEVICES, mesh_text, product_text, resolve_sizes
+from partitioning.mesh_sizes import (
+  AXES,
+  SIMULATED_DEVICES,
+  mesh_text,
+  product_text,
+  resolve_sizes,
+  with_fewer_replicas,
+)
 
 
 def whole(**sizes):
@@ -118,3 +125,22 @@ def test_slices_are_written_beside_the_sizes():
   assert mesh_text(whole(data=4, tensor=2), {}) == "data=4 x tensor=2"
   text = mesh_text(whole(data=4, tensor=2), {"data": 2})
   assert text == "data=4 x tensor=2 (2 slices along data=2)"
+
+
+@pytest.mark.parametrize(
+  ("sizes", "slices", "count", "expected"),
+  [
+    ({"data": 4, "tensor": 2}, {}, 6, ({"data": 3, "tensor": 2}, {})),
+    ({"data": 4, "tensor": 2}, {}, 2, ({"data": 1, "tensor": 2}, {})),
+    ({"data": 2, "fsdp": 2}, {"data": 3}, 8, ({"data": 2, "fsdp": 2}, {"data": 2})),
+    ({"data": 4, "tensor": 2}, {}, 5, "4 data replicas of 2 devices each, and the 5 devices"),
+    ({"data": 4, "tensor": 2}, {}, 1, "hold no whole number"),
+    ({"data": 2, "fsdp": 2}, {"data": 3}, 6, "3 data replicas of 4 devices each"),
+  ],
+)
+def test_fewer_devices_have_fewer_data_replicas(sizes, slices, count, expected):
+  if isinstance(expected, str):
+    with pytest.raises(ValueError, match=expected):
+      with_fewer_replicas(sizes, slices, count)
+  else:
+    assert with_fewer_replicas(sizes, slices, count) == expected

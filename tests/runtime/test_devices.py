@@ -59,6 +59,11 @@ def test_accelerators_must_all_be_used(monkeypatch):
   assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.92"
   with pytest.raises(ValueError, match="asks for 4 devices and there are 8"):
     devices.start({"data": 4})
+  # An elastic run has as many data replicas as there are devices for.
+  [found] = devices.start({"data": 8, "tensor": 2}, of_processes=1)
+  assert (found.sizes["data"], found.sizes["tensor"]) == (4, 2)
+  with pytest.raises(ValueError, match="3 data replicas of 5 devices each, and the 8 devices"):
+    devices.start({"data": 3, "tensor": 5}, of_processes=1)
 
 
 @pytest.mark.parametrize("given", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
