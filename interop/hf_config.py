@@ -132,6 +132,7 @@ SHAPES = (
   *("layers", "model_size", "feedforward_size", "heads", "kv_heads", "head_size"),
   *("vocabulary_size", "positions", "max_positions", "norm", "pre_norms", "post_norms", "biases"),
   *("query_key_norm", "query_key_norm_across_heads", "attention_sinks", "mlp", "gated"),
+  *("attention_gate", "shared_gate"),
   "tied_embeddings",
   *("attention", "latent_size", "query_latent_size", "value_head_size"),
   *("mixer", "layer_types", "convolution_size", *MIXER),
@@ -140,7 +141,11 @@ SHAPES = (
 )
 
 # model_type of a model with images -> (the key with its decoder's config, that one's model_type).
-TEXT_PARTS = {"gemma3": ("text_config", "gemma3_text")}
+TEXT_PARTS = {
+  "gemma3": ("text_config", "gemma3_text"),
+  "qwen3_5": ("text_config", "qwen3_5_text"),
+  "qwen3_5_moe": ("text_config", "qwen3_5_moe_text"),
+}
 _QUANTIZATION = "quantization_config"
 _OUTER = (
   *("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype"),

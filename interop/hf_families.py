@@ -7,8 +7,9 @@ A table of tensors has a row for each: its name, with {} for the number of the l
 one for that of the expert; its dims, in the letters of the modules' `dims`, those of an axis
 written together; and our parameters. So `("NH D", "layers/attention/query/kernel")` is a matrix
 [N * H, D] of what is [D, N, H] here. A fused tensor joins several parameters along one axis, one
-after the other, `("NH+KH+KH D", query, key, value)`, or element by element in turn,
-`("D M|M", gate, up)`. A tensor of all experts has them first: `("E M+M D", gate, up)`. A row whose
+after the other, `("NH+KH+KH D", query, key, value)`, or some elements of each in turn, as often as
+letters before a colon say: `("D M:M+M", gate, up)`, one of each; `("N:NH+NH D", query, gate)`,
+those of a head. A tensor of all experts has them first: `("E M+M D", gate, up)`. A row whose
 parameters a model does not have, or has with other dims, is left out: so optional ones (biases,
 norms of heads) follow the config.
 """
@@ -249,15 +250,15 @@ GPT_OSS = Names(
     f"{LAYER}self_attn.sinks": ("N", "layers/attention/sinks"),
     f"{LAYER}mlp.router.weight": ("e D", f"{_EXPERTS}/router/kernel"),
     f"{LAYER}mlp.router.bias": ("e", f"{_EXPERTS}/router/bias"),
-    f"{LAYER}mlp.experts.gate_up_proj": ("E D M|M", *_GATE_UP),
+    f"{LAYER}mlp.experts.gate_up_proj": ("E D M:M+M", *_GATE_UP),
     f"{LAYER}mlp.experts.gate_up_proj_bias": (
-      *("E M|M", f"{_EXPERTS}/gate/bias", f"{_EXPERTS}/up/bias"),
+      *("E M:M+M", f"{_EXPERTS}/gate/bias", f"{_EXPERTS}/up/bias"),
     ),
     f"{LAYER}mlp.experts.down_proj": ("E M D", f"{_EXPERTS}/down/kernel"),
     f"{LAYER}mlp.experts.down_proj_bias": ("E D", f"{_EXPERTS}/down/bias"),
   },
   others=(
-    {f"{LAYER}mlp.experts.gate_up_proj_blocks": ("E M|M D", *_GATE_UP)},
+    {f"{LAYER}mlp.experts.gate_up_proj_blocks": ("E M:M+M D", *_GATE_UP)},
     {f"{LAYER}mlp.experts.down_proj_blocks": ("E D M", f"{_EXPERTS}/down/kernel")},
   ),
 )
@@ -320,6 +321,66 @@ GRANITE_HYBRID = Names(
       ("output_linear", "D F", "mlp/down"),
     ),
   }
+)
+
+# Queries and gates of a head are side by side; so is what Gated DeltaNet reads of a key head.
+_GATED_ATTENTION: dict[str, Row] = {
+  **ATTENTION,
+  **_rows(f"{LAYER}self_attn.", ("q_proj", "N:NH+NH D", "attention/query", "attention/gate")),
+}
+_GATED_DELTA: dict[str, Row] = {
+  f"{LAYER}linear_attn.conv1d.weight": (
+    "Gh+Gh+Au 1 w",
+    *(f"layers/attention/{one}_taps" for one in ("query", "key", "value")),
+  ),
+  f"{LAYER}linear_attn.A_log": ("A", "layers/attention/log_factor"),
+  f"{LAYER}linear_attn.dt_bias": ("A", "layers/attention/step_bias"),
+  **_rows(
+    f"{LAYER}linear_attn.", ("norm", "u", "attention/norm"), ("out_proj", "D Au", "attention/out")
+  ),
+}
+_SHARED_EXPERT: dict[str, Row] = {
+  **_rows(
+    f"{LAYER}mlp.shared_expert.",
+    ("gate_proj", "W D", "experts/shared/gate"),
+    ("up_proj", "W D", "experts/shared/up"),
+    ("down_proj", "D W", "experts/shared/down"),
+  ),
+  f"{LAYER}mlp.shared_expert_gate.weight": ("1 D", f"{_EXPERTS}/shared_gate"),
+}
+_MTP_UNUSED = ("mtp.*",)
+QWEN_3_NEXT = Names(
+  {
+    **{**ENDS, **NORMS, **_GATED_ATTENTION, **_GATED_DELTA},
+    **_rows(
+      f"{LAYER}linear_attn.",
+      ("in_proj_qkvz", "G:Gh+Gh+Au+Au D", *QKV, "attention/gate"),
+      ("in_proj_ba", "G:A+A D", "attention/strength", "attention/decay"),
+    ),
+    **{**MLP, **ROUTER, **EXPERTS, **_SHARED_EXPERT},
+  },
+  unused=_MTP_UNUSED,
+  others=(MERGED_EXPERTS,),
+)
+QWEN_3_5 = Names(
+  {
+    **{**ENDS, **NORMS, **_GATED_ATTENTION, **_GATED_DELTA},
+    **_rows(
+      f"{LAYER}linear_attn.",
+      ("in_proj_qkv", "Gh+Gh+Au D", *QKV),
+      ("in_proj_z", "Au D", "attention/gate"),
+      ("in_proj_b", "A D", "attention/strength"),
+      ("in_proj_a", "A D", "attention/decay"),
+    ),
+    **MLP,
+  },
+  inner={"model.language_model.": "model."},
+  unused=("model.visual.*", *_MTP_UNUSED),
+)
+QWEN_3_5_MOE = dataclasses.replace(
+  QWEN_3_5,
+  rows={**QWEN_3_5.rows, **ROUTER, **EXPERTS, **_SHARED_EXPERT},
+  others=(MERGED_EXPERTS,),
 )
 
 # ------------------------------ config.json ------------------------------
@@ -442,6 +503,24 @@ _CORRECTED = {
   "router_correction": True,
   "router_group_score": "top2",
 }
+_LINEAR = {
+  "head_dim": 256,
+  "partial_rotary_factor": 0.25,
+  "linear_conv_kernel_dim": 4,
+  "linear_key_head_dim": 128,
+  "linear_value_head_dim": 128,
+  "linear_num_key_heads": 16,
+  "linear_num_value_heads": 32,
+  "full_attention_interval": 4,
+}
+_LINEAR_EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_LINEAR_FIXED = {"query_key_norm": True, "norm_scale_from_one": True, "attention_gate": True}
+_SHARED_GATE = field("shared_expert_intermediate_size", "shared_feedforward_size")
+_LINEAR_IGNORED = (
+  *("mamba_ssm_dtype", "mtp_use_dedicated_embeddings", "mtp_num_hidden_layers"),
+  "num_nextn_predict_layers",
+)
+_OUTPUT_GATE = {"attn_output_gate": ((True, None), "attention of this family has a gate")}
 _GPT_OSS_YARN = {
   "rope_type": "yarn",
   "factor": 32.0,
@@ -698,6 +777,50 @@ FAMILIES: dict[str, Family] = {
     ),
     fixed=_NORM_ACROSS_HEADS,
     ignored=_EXPERTS_IGNORED,
+  ),
+  "qwen3_next": Family(
+    *("Qwen3NextForCausalLM", QWEN_3_NEXT),
+    _defaults(
+      *(2048, 5632, 48, 16, 2, 151_936, 32_768, 1e-6),
+      **{**_LINEAR, **_LINEAR_EXPERTS},
+      num_experts_per_tok=10,
+      decoder_sparse_step=1,
+      norm_topk_prob=True,
+    ),
+    (
+      *(*_PLAIN, rope(partial=True), parts.GATED_DELTA_LAYERS),
+      *(parts.expert_count(512, "num_experts"), parts.SPARSE_LAYERS, parts.EXPERTS_PER_TOKEN),
+      *(parts.EXPERT_WIDTH, _SHARED_GATE, parts.ROUTER_NORMALIZED),
+    ),
+    fixed={**_LINEAR_FIXED, "shared_gate": True},
+    only={"use_sliding_window": ((False, None), "attention of this family has no window")},
+    ignored=(*_LINEAR_IGNORED, *_EXPERTS_IGNORED),
+  ),
+  "qwen3_5_text": Family(
+    *("Qwen3_5ForCausalLM", QWEN_3_5),
+    _defaults(4096, 12_288, 32, 16, 4, 248_320, 32_768, 1e-6, **_LINEAR),
+    (*_PLAIN, rope(partial=True), parts.GATED_DELTA_LAYERS),
+    fixed=_LINEAR_FIXED,
+    only=_OUTPUT_GATE,
+    ignored=_LINEAR_IGNORED,
+  ),
+  "qwen3_5_moe_text": Family(
+    *("Qwen3_5MoeForCausalLM", QWEN_3_5_MOE),
+    _defaults(
+      *(2048, None, 40, 16, 2, 248_320, 32_768, 1e-6),
+      **{**_LINEAR, **_LINEAR_EXPERTS},
+      num_experts_per_tok=8,
+    ),
+    (
+      *(field("num_hidden_layers", "layers"), field("hidden_size", "model_size")),
+      *(field("num_attention_heads", "heads"), parts.KV_HEADS, parts.HEAD_SIZE, *_ENDS),
+      *(parts.SCALE, _SILU, rope(partial=True), parts.GATED_DELTA_LAYERS),
+      *(parts.expert_count(256, "num_experts"), parts.EXPERTS_PER_TOKEN, parts.EXPERT_WIDTH),
+      *(parts.NO_DENSE_WIDTH, _SHARED_GATE),
+    ),
+    fixed={**_LINEAR_FIXED, "shared_gate": True},
+    only={**_OUTPUT_GATE, "norm_topk_prob": ((True, None), "gates of this family are normalized")},
+    ignored=(*_LINEAR_IGNORED, *_EXPERTS_IGNORED, "intermediate_size"),
   ),
   "gpt_oss": Family(
     *("GptOssForCausalLM", GPT_OSS),

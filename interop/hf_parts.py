@@ -383,37 +383,73 @@ LFM_2_TIED = Part(
   },
   lambda model: {"tie_word_embeddings": model["tied_embeddings"]},
 )
-_CONVOLUTION = "conv"  # in layer_types
 
 
-def _lfm_2_layers(theirs: Theirs) -> dict[str, Any]:
-  """Returns which layers have attention; the others have a short convolution."""
-  layers, kinds = value_of(theirs, "num_hidden_layers"), theirs.get("layer_types")
-  if kinds is None:
-    listed = theirs.get("full_attn_idxs")
-    full = [listed is None or layer in listed for layer in range(layers)]
-    kinds = [FULL if one else _CONVOLUTION for one in full]
-  if len(kinds) != layers or not {*kinds} <= {FULL, _CONVOLUTION}:
-    raise ValueError(
-      f"layer_types={short(kinds)}: {FULL} or {_CONVOLUTION} for each of the {layers} layers is "
-      f"needed"
-    )
-  if _CONVOLUTION not in kinds:
-    return {}
-  return {
-    "mixer": "short_convolution",
-    "convolution_size": value_of(theirs, "conv_L_cache"),
-    "layer_types": tuple("full" if one == FULL else MIXER for one in kinds),
-  }
+# ------------------------------ mixers ------------------------------
 
 
-def _write_lfm_2_layers(model: Ours) -> dict[str, Any]:
-  kinds = [_CONVOLUTION if one == MIXER else f"{one}_attention" for one in types_of(model)]
-  return {"layer_types": kinds, "conv_L_cache": model["convolution_size"]}
+def mixer_layers(
+  kind: str,
+  mixer: str,
+  sizes: Mapping[str, str],
+  *more: str,
+  full: Callable[[Theirs, int], bool],
+) -> Part:
+  """Returns the part of models of which some layers have a mixer in place of attention.
+
+  Args:
+    kind: of these layers, in `layer_types`.
+    mixer: `model.mixer`.
+    sizes: key -> ours, of its sizes.
+    *more: keys that `full` reads.
+    full: whether a layer has attention, where a file does not list them.
+  """
+
+  def read(theirs: Theirs) -> dict[str, Any]:
+    layers, kinds = value_of(theirs, "num_hidden_layers"), theirs.get("layer_types")
+    if kinds is None:
+      kinds = [FULL if full(theirs, layer) else kind for layer in range(layers)]
+    if len(kinds) != layers or not {*kinds} <= {FULL, kind}:
+      raise ValueError(
+        f"layer_types={short(kinds)}: {FULL} or {kind} for each of the {layers} layers is needed"
+      )
+    if kind not in kinds:
+      return {}
+    return {
+      "mixer": mixer,
+      "layer_types": tuple("full" if one == FULL else MIXER for one in kinds),
+      **{ours: value_of(theirs, key) for key, ours in sizes.items()},
+    }
+
+  def write(model: Ours) -> dict[str, Any]:
+    kinds = [kind if one == MIXER else f"{one}_attention" for one in types_of(model)]
+    found = {key: model[ours] for key, ours in sizes.items()} if kind in kinds else {}
+    return {"layer_types": kinds, **found}
+
+  return Part(("layer_types", *sizes, *more), read, write)
 
 
-LFM_2_LAYERS = Part(
-  ("layer_types", "full_attn_idxs", "conv_L_cache"), _lfm_2_layers, _write_lfm_2_layers
+def _is_listed(theirs: Theirs, layer: int) -> bool:
+  return theirs.get("full_attn_idxs") is None or layer in theirs["full_attn_idxs"]
+
+
+def _is_last_of_some(theirs: Theirs, layer: int) -> bool:
+  return (layer + 1) % value_of(theirs, "full_attention_interval") == 0
+
+
+LFM_2_LAYERS = mixer_layers(
+  *("conv", "short_convolution", {"conv_L_cache": "convolution_size"}, "full_attn_idxs"),
+  full=_is_listed,
+)
+LINEAR = {
+  "linear_conv_kernel_dim": "convolution_size",
+  "linear_num_value_heads": "mixer_heads",
+  "linear_num_key_heads": "mixer_key_heads",
+  "linear_key_head_dim": "mixer_head_size",
+  "linear_value_head_dim": "mixer_value_head_size",
+}
+GATED_DELTA_LAYERS = mixer_layers(
+  *("linear_attention", "gated_delta", LINEAR, "full_attention_interval"), full=_is_last_of_some
 )
 
 # ------------------------------ rotary positions ------------------------------
@@ -451,7 +487,10 @@ _OPTIONAL = {
   "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
   "longrope": ("attention_factor", "factor"),
 }
-_BESIDES = {"yarn": ("mscale", "mscale_all_dim")}
+_BESIDES = {
+  "yarn": ("mscale", "mscale_all_dim"),
+  UNSCALED: ("mrope_section", "mrope_interleaved"),  # of images: of text all positions are alike
+}
 
 
 def named_scaling(scaling: tuple) -> tuple[str, dict[str, Any]]:
@@ -780,6 +819,10 @@ EXPERT_WIDTH = field("moe_intermediate_size", "expert_feedforward_size")
 # The experts have the one width that the file names.
 EXPERT_WIDTH_OF_ALL = dataclasses.replace(
   field("intermediate_size", "expert_feedforward_size"), keys=()
+)
+# All layers have experts.
+NO_DENSE_WIDTH = dataclasses.replace(
+  field("moe_intermediate_size", "feedforward_size"), keys=(), write=lambda model: {}
 )
 _EXPERT_COUNTS = ("num_experts", "num_local_experts")
 

@@ -30,8 +30,12 @@ class Part:
     letters: of our parameter, without the dims of `place`, in our order.
     axes: letters of each axis of the tensor, or of its matrix.
     origin: along each axis, the index of its first element.
-    strides: along each axis, from one of its indices to the next.
-    matrix: its index along the first dim of a tensor of all experts; None: of another.
+    fused: the axis along which others are joined to it in turn; None: its elements follow one
+      another along every axis.
+    run: how many of its elements follow one another along that axis.
+    period: from the first element of a run to that of the next.
+    matrix: its index along the first dim of a tensor of all experts, or of one element; None: of
+      another.
   """
 
   parameter: str
@@ -39,13 +43,18 @@ class Part:
   letters: str
   axes: tuple[str, ...]
   origin: tuple[int, ...] = (0, 0)
-  strides: tuple[int, ...] = (1, 1)
+  fused: int | None = None
+  run: int = 1
+  period: int = 1
   matrix: int | None = None
 
-  def along(self, axis: int, first: int, stop: int) -> slice:
+  def along(self, axis: int, first: int, stop: int) -> slice | np.ndarray:
     """Returns where its elements from `first` to before `stop` are along an axis of the tensor."""
-    origin, stride = self.origin[axis], self.strides[axis]
-    return slice(origin + first * stride, origin + (stop - 1) * stride + 1, stride)
+    origin = self.origin[axis]
+    if axis != self.fused:
+      return slice(origin + first, origin + stop)
+    number = np.arange(first, stop)
+    return origin + number // self.run * self.period + number % self.run
 
   def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Returns its elements along each axis, by the sizes of `sizes_of`."""
@@ -130,11 +139,10 @@ def _tensor(
   if not any(letters):
     return None
   every = dims.split(" ")
-  axes = [re.split(r"[+|]", axis) for axis in every if axis != _ONE]
+  axes = [axis.rpartition(":")[2].split("+") for axis in every if axis != _ONE]
   stacked = axes[0] == [_EXPERTS]
   axes = axes[stacked:]
   fused = next((number for number, axis in enumerate(axes) if len(axis) > 1), 0)
-  step = len(parameters) if "|" in dims else 1
   if stacked or len(place) > 1:
     letters = [ours.removeprefix(_EXPERTS) for ours in letters]
   each = [
@@ -146,17 +154,28 @@ def _tensor(
     return None
   if not all(letters):
     raise ValueError(f"{name}: {', '.join(parameters)}: the model has only some of them")
+  in_turn = dims.partition(":")[0].split(" ")[-1] if ":" in dims else ""
+  turns = size_of(in_turn, sizes)
   parts, shape, end = [], [], 0
-  for number, (parameter, ours, own) in enumerate(zip(parameters, letters, each, strict=True)):
-    origin, strides = [0] * len(axes), [1] * len(axes)
-    origin[fused], strides[fused] = (end if step == 1 else number), step
-    parts.append(Part(parameter, place, ours, own, tuple(origin), tuple(strides)))
+  for parameter, ours, own in zip(parameters, letters, each, strict=True):
+    origin = [0] * len(axes)
+    origin[fused] = end // turns
+    parts.append(Part(parameter, place, ours, own, tuple(origin)))
     shape = [*parts[-1].shape(sizes)]
     end += shape[fused]
   shape[fused] = end
+  if in_turn:
+    parts = [
+      dataclasses.replace(
+        part, fused=fused, run=part.shape(sizes)[fused] // turns, period=end // turns
+      )
+      for part in parts
+    ]
   if not stacked:
     lengths = iter(shape)
     shape = [1 if axis == _ONE else next(lengths) for axis in every]
+    if every[0] == _ONE:
+      parts = [dataclasses.replace(part, matrix=0) for part in parts]
     return Tensor(name, tuple(shape), tuple(parts))
   of_experts = [
     dataclasses.replace(part, place=(*place, expert), matrix=expert)

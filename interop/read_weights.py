@@ -464,14 +464,20 @@ def _fill(
       part.along(axis, first * count, stop * count)
       for axis, ((first, stop), count) in enumerate(zip(spans, each, strict=True))
     ]
-    rows, columns = (slice(x.start, x.stop) for x in (*there, slice(0, 1))[:2])
-    block = stored.block(reader, rows, columns)[tuple(slice(None, None, x.step) for x in there)]
+    rows, columns = (_span(x) for x in (*there, slice(0, 1))[:2])
+    block = stored.block(reader, rows, columns)
+    block = block[tuple(slice(None) if isinstance(x, slice) else x - x[0] for x in there)]
     starts, shape = {}, []
     for axis, (first, stop) in zip(part.axes, spans, strict=True):
       starts[axis[0]] = first
       shape += [stop - first, *(sizes[letter] for letter in axis[1:])]
     for own, target in wanted:
       _copy(block.reshape(shape), "".join(part.axes), starts, part.letters, own, target)
+
+
+def _span(found: slice | np.ndarray) -> slice:
+  """Returns the slice in which indices are, of `Part.along`."""
+  return found if isinstance(found, slice) else slice(int(found[0]), int(found[-1]) + 1)
 
 
 def _copy(

@@ -409,6 +409,8 @@ class GroupedQueryAttention(nnx.Module):
     if spec.query_key_norm:
       self.query_norm = Norm(f"{name}/query_norm", spec)
       self.key_norm = Norm(f"{name}/key_norm", spec)
+    if spec.attention_gate:
+      self.gate = linear(f"{name}/gate")
     self.out = linear(f"{name}/out", scale=spec.out_scale)
     if spec.attention_sinks:
       dtype, shape = spec.parameter_dtype, spec.sizes("N")
@@ -425,6 +427,8 @@ class GroupedQueryAttention(nnx.Module):
     if spec.query_key_norm:
       across = {f"{name}_norm/scale": letters for name, letters in rows.items()}
       found |= across if spec.query_key_norm_across_heads else {"(query|key)_norm/scale": "H"}
+    if spec.attention_gate:
+      found["gate/kernel"] = "DNH"
     if spec.attention_sinks:
       found["sinks"] = "N"
     return found | out_dims(spec, "NH")
@@ -448,12 +452,14 @@ class GroupedQueryAttention(nnx.Module):
     """
     spec, keys = self.spec, (None, None) if key is None else jax.random.split(key)
     dropped = functools.partial(adapter_dropout, spec.lora.dropout, slots_T=rows.slots_BT[0])
-    projections = [self.query, self.key, self.value]
+    projections = {"query": self.query, "key": self.key, "value": self.value}
+    if spec.attention_gate:
+      projections["gate"] = self.gate
     inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
-    projected = column_parallel(x_BRD, projections, RESIDUAL, inputs)
-    q_BTNH, k_BTKH, v_BTKH = (
+    projected = column_parallel(x_BRD, [*projections.values()], RESIDUAL, inputs)
+    q_BTNH, k_BTKH, v_BTKH, *gate = (
       named(linear.add_bias(x), name)
-      for linear, x, name in zip(projections, projected, ("query", "key", "value"), strict=True)
+      for (name, linear), x in zip(projections.items(), projected, strict=True)
     )
     if spec.query_key_norm:
       q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
@@ -471,6 +477,8 @@ class GroupedQueryAttention(nnx.Module):
     output_BTNH = self.attend(
       q_BTNH, k_BTKH, v_BTKH, layer, rows, sinks_N, cached=cache is not None
     )
+    if gate:
+      output_BTNH = output_BTNH * jax.nn.sigmoid(gate[0])
     inputs = dropped(key=keys[1], letters=QUERIES, shape=output_BTNH.shape)
     return self.out.add_bias(row_parallel(output_BTNH, self.out, RESIDUAL, inputs)), cache
 

@@ -19,7 +19,7 @@ from models.layers import MLP, Linear, clamped_gate
 from models.load_balance import BALANCE, Z_LOSS, chosen
 from models.losses import COUNTS
 from models.positions import Rows
-from models.spec import EXPERTS, RESIDUAL, DecoderSpec, under
+from models.spec import LAYERS, RESIDUAL, DecoderSpec, under
 from partitioning.constraints import constrain
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import collectives
@@ -204,11 +204,11 @@ class RouterLinear(Linear):
   The bias is a parameter that no optimizer updates, see `training.state.ROUTER_BIAS`.
   """
 
-  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
+  def __init__(self, name: str, spec: DecoderSpec, *, rngs: nnx.Rngs):
     """Draws the kernel; the bias starts at 0."""
-    super().__init__(f"{EXPERTS}/router", spec, rngs=rngs)
+    super().__init__(name, spec, rngs=rngs)
     self.divisor = spec.widths.ratio
-    self.correction_letters = spec.optional_letters(f"{EXPERTS}/router/correction")
+    self.correction_letters = spec.optional_letters(f"{name}/correction")
     if self.correction_letters:
       shape = spec.sizes(self.correction_letters)
       self.correction = nnx.Param(jnp.zeros(shape, spec.parameter_dtype))
@@ -260,8 +260,8 @@ class Kernels(nnx.Module):
   """One linear layer of all experts."""
 
   def __init__(self, name: str, spec: DecoderSpec, *, scale: float = 1.0, rngs: nnx.Rngs):
-    """Draws the kernels of `layers/experts/NAME`; biases start at 0."""
-    linear = Linear(f"{EXPERTS}/{name}", spec, scale=scale, rngs=rngs)
+    """Draws the kernels; biases start at 0."""
+    linear = Linear(name, spec, scale=scale, rngs=rngs)
     self.letters, self.bias_letters = linear.letters, linear.bias_letters
     self.kernel = linear.kernel
     if self.bias_letters:
@@ -276,17 +276,24 @@ class Kernels(nnx.Module):
 
 
 class Experts(nnx.Module):
-  """Each token's sum over its experts of gate times MLP, plus the shared experts' MLP."""
+  """Each token's sum over its experts of gate times MLP, plus the shared experts' MLP.
 
-  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
+  That one may have a gate of its own (arXiv:2407.10671, section 2.2.2).
+  """
+
+  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs, name: str = f"{LAYERS}experts"):
     """Draws the parameters; the experts' last layer is scaled down by the depth, as in GPT-2."""
-    self.router = RouterLinear(spec, rngs=rngs)
+    self.router = RouterLinear(f"{name}/router", spec, rngs=rngs)
     kernels = functools.partial(Kernels, spec=spec, rngs=rngs)
-    self.gate, self.up = kernels("gate"), kernels("up")
-    self.down = kernels("down", scale=spec.out_scale)
+    self.gate, self.up = kernels(f"{name}/gate"), kernels(f"{name}/up")
+    self.down = kernels(f"{name}/down", scale=spec.out_scale)
     self.has_shared = spec.shared_feedforward_size > 0
     if self.has_shared:
-      self.shared = MLP(spec, rngs=rngs, name=f"{EXPERTS}/shared")
+      self.shared = MLP(spec, rngs=rngs, name=f"{name}/shared")
+    self.has_shared_gate = spec.shared_gate
+    if self.has_shared_gate:
+      drawn = jax.random.normal(rngs.params(), spec.sizes("D"), spec.parameter_dtype)
+      self.shared_gate = nnx.Param(drawn * jnp.asarray(spec.deviation("D"), drawn.dtype))
     self.choice = router_of(spec)
     self.hidden = functools.partial(
       clamped_gate,
@@ -310,6 +317,8 @@ class Experts(nnx.Module):
       if spec.expert_biases:
         found[f"{name}/bias"] = f"E{outputs}"
     shared = MLP.kernel_dims(spec, "W") if spec.shared_feedforward_size else {}
+    if spec.shared_gate:
+      found["shared_gate"] = "D"
     return found | under("shared", shared)
 
   def __call__(
@@ -330,7 +339,10 @@ class Experts(nnx.Module):
     activations.record("router", logits_BRe)
     update_BRD, rounds, fullest = self._exchanged(x_BRD, routed.gates, routed.experts)
     if self.has_shared:
-      update_BRD = update_BRD + self.shared(x_BRD, None, rows.slots_BT[0])
+      shared_BRD = self.shared(x_BRD, None, rows.slots_BT[0])
+      if self.has_shared_gate:
+        shared_BRD = shared_BRD * self._shared_gates(x_BRD)
+      update_BRD = update_BRD + shared_BRD
     if rows.weights_BT is None:
       return update_BRD, {}
     numbers = _numbers(logits_BRe, routed, constrain(rows.weights_BT, _TOKENS), self.choice.top_k)
@@ -338,6 +350,13 @@ class Experts(nnx.Module):
     for name, x in ((ROUNDS, rounds), (FULLEST, fullest)):
       numbers[name] = weight_B * x.astype(weight_B.dtype)
     return update_BRD, numbers
+
+  def _shared_gates(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R 1"]:
+    """Returns the factor of each token's shared experts."""
+    kernel_D = constrain(self.shared_gate[...], "D")
+    wide = wide_dtype(x_BRD.dtype)
+    logits_BR = jnp.einsum("BRD,D->BR", x_BRD.astype(wide), kernel_D.astype(wide))
+    return jax.nn.sigmoid(logits_BR)[..., None].astype(x_BRD.dtype)
 
   def _exchanged(self, x_BRD, gates_BRk, experts_BRk) -> list[jax.Array]:
     """Returns the experts' update, and rounds and fullest pair of the exchange."""

@@ -30,6 +30,7 @@ from models.layers import MLPS, NORMS, dropout, named, rematerialized
 from models.losses import Sums
 from models.positions import Layer, Rows
 from models.spec import (
+  DENSE_LAYERS,
   LATENT_ATTENTION,
   LAYERS,
   MIXER_LAYERS,
@@ -110,11 +111,11 @@ class Block(nnx.Module):
     self.attention = attention_class(spec, stack)(spec, rngs=rngs, name=f"{stack}attention")
     if spec.pre_norms:
       self.mlp_norm = norm(f"{stack}mlp_norm", spec)
-    self.sparse = spec.experts > 0 and stack == LAYERS
+    self.sparse = spec.experts > 0 and stack != DENSE_LAYERS
     if self.sparse:
       from models.experts import Experts  # of such models alone
 
-      self.experts = Experts(spec, rngs=rngs)
+      self.experts = Experts(spec, rngs=rngs, name=f"{stack}experts")
     else:
       self.mlp = MLPS[spec.mlp](spec, rngs=rngs, name=f"{stack}mlp")
     if spec.post_norms:
@@ -124,7 +125,7 @@ class Block(nnx.Module):
   @staticmethod
   def dims(spec: LayersSpec, stack: str = LAYERS) -> dict[str, str]:
     """Returns parameter -> letters, of a layer of a stack, in the order of computation."""
-    if spec.experts > 0 and stack == LAYERS:
+    if spec.experts > 0 and stack != DENSE_LAYERS:
       from models.experts import Experts
 
       feedforward = under("experts", Experts.dims(spec))
@@ -226,11 +227,12 @@ def order_of(model: Any) -> tuple[Group, ...]:
   Args:
     model: a spec, or the section `model` of a finalized config.
   """
-  if getattr(model, "experts", 0):
+  if getattr(model, "mixer", NO_MIXER) != NO_MIXER:
+    kinds = [layer_type(model, layer) != MIXER for layer in range(model.layers)]
+  elif getattr(model, "experts", 0):
     kinds = [is_sparse(model, layer) for layer in range(model.layers)]
   else:
-    mixers = getattr(model, "mixer", NO_MIXER) != NO_MIXER
-    kinds = [not mixers or layer_type(model, n) != MIXER for n in range(model.layers)]
+    kinds = [True] * model.layers
   pairs: list[tuple[int, int]] = []
   for main, run in itertools.groupby(kinds):
     count = len([*run])
@@ -420,10 +422,13 @@ def _run(
     ),
     unroll=model.spec.scan_unroll,
   )
+  numbers = found[0]
   if of_beside:
     activations.record_layers(of_beside[1], model.name_beside)
+    if of_beside[0]:  # mixers with experts
+      numbers = jax.tree.map(lambda *x: jnp.concatenate(x), numbers, of_beside[0])
   activations.record_layers(found[1])
-  return x_BRD, found[0]
+  return x_BRD, numbers
 
 
 def extended(

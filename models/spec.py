@@ -252,6 +252,7 @@ class DecoderSpec(LayersSpec):
   experts_per_token: int
   expert_feedforward_size: int
   shared_feedforward_size: int
+  shared_gate: bool
   dense_layers: int
   sparse_every: int
   mlp_only_layers: tuple[int, ...]
@@ -272,6 +273,7 @@ class DecoderSpec(LayersSpec):
   attention_scale_by_inverse_layer: bool
   attention_soft_cap: float
   attention_sinks: bool
+  attention_gate: bool
   logits_soft_cap: float
   scaled_embeddings: bool
   embedding_multiplier: float

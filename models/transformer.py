@@ -168,8 +168,8 @@ class Transformer(nnx.Module):
     if added := POSITION_EMBEDDINGS[spec.positions]:
       self.positions = added(spec, rngs=rngs)
     counts = dict(zip(STACKED, spec.sizes("".join(STACKS)), strict=True))
-    self.sparse_layers = counts.pop(LAYERS)
-    self.layers = stacked(spec, rngs, self.sparse_layers, LAYERS)
+    self.sparse_layers = counts[LAYERS] + counts[MIXER_LAYERS]
+    self.layers = stacked(spec, rngs, counts.pop(LAYERS), LAYERS)
     # Beside them, under the name of their parameters, the dense ones of a mixture or the mixers.
     self.name_beside = next((name for name, count in counts.items() if count), "")
     for name, count in counts.items():
@@ -474,7 +474,7 @@ SPEC, build = TransformerSpec, Transformer
 _KERNELS = ("/kernel", f"/{LORA_A}", f"/{LORA_B}")
 _BELOW = (*STACKED, "embed/", "positions/")  # parameters whose gradient needs that of the layers
 # Parameters of which each token uses those of its own experts.
-_ROUTED = re.compile(f"{LAYERS}experts/(gate|up|down)/.*")
+_ROUTED = re.compile(f"({LAYERS}|{MIXER_LAYERS})experts/(gate|up|down)/.*")
 
 
 def train_flops_per_example(spec: DecoderSpec, *, causal: bool = False) -> float:

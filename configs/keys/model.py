@@ -26,6 +26,11 @@ _EXPERTS: Rows = {
   "shared_feedforward_size": Key(
     0, "width of the shared experts together; 0: there are none", unit="dims", least=0
   ),
+  "shared_gate": Key(
+    False,
+    "the shared experts' outputs are multiplied by a sigmoid for each token (Qwen)",
+    needs="model.shared_feedforward_size",
+  ),
   "dense_layers": Key(0, "the first layers, which have no experts", unit="layers", least=0),
   "sparse_every": Key(1, "of the layers after those each so many-th has experts", unit="layers"),
   "mlp_only_layers": Key((), "further layers without experts, by their numbers from 0 on: (3, 5)"),
@@ -199,7 +204,6 @@ DECODER: Rows = {
     registry="mixer",
     excludes={
       "model.base_width": "muP has no rule for the sizes of mixers",
-      "model.experts": "mixers are beside dense MLPs",
       "training.matmul_dtype": "8-bit matmuls are not for mixers, whose decays are matmuls too",
     },
   ),
@@ -278,6 +282,12 @@ DECODER: Rows = {
     False,
     "a learned score per head in the softmax, without a value (gpt-oss)",
     needs=GROUPED_QUERY,
+  ),
+  "attention_gate": Key(
+    False,
+    "outputs of attention are multiplied by sigmoids of a projection of its input (Qwen3-Next)",
+    needs=GROUPED_QUERY,
+    excludes={"model.base_width": "muP has no rule for gates of attention"},
   ),
   "logits_soft_cap": Key(0.0, "soft-capping of the logits; 0: off", least=0),
   "scaled_embeddings": Key(False, "multiply embeddings by model_size**0.5 (base_width**0.5)"),

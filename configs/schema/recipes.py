@@ -220,6 +220,22 @@ _QWEN_3 = {
 }
 _QWEN_3_TIED = {**_QWEN_3, "tied_embeddings": True}
 _QWEN_3_EXPERTS = {**_QWEN_3, "experts": 128, "experts_per_token": 8}
+# Gated DeltaNet in three of four layers.
+_QWEN_3_LINEAR = {
+  **{"head_size": 256, "norm_epsilon": 1e-6, "query_key_norm": True, "norm_scale_from_one": True},
+  **{"attention_gate": True, "rotary_base": 1e7, "rotary_size": 64},
+  **{"mixer": "gated_delta", "layer_types": (*("mixer",) * 3, "full"), "convolution_size": 4},
+  **{"mixer_heads": 32, "mixer_key_heads": 16, "mixer_head_size": 128},
+  "mixer_value_head_size": 128,
+}
+_QWEN_3_NEXT = {
+  **{**_QWEN_3_LINEAR, "vocabulary_size": 151_936, "experts": 512, "experts_per_token": 10},
+  **{"expert_feedforward_size": 512, "shared_feedforward_size": 512, "shared_gate": True},
+}
+_QWEN_3_5 = {**_QWEN_3_LINEAR, "vocabulary_size": 248_320}
+_QWEN_3_5_MOE = {
+  **{**_QWEN_3_NEXT, "vocabulary_size": 248_320, "experts": 256, "experts_per_token": 8},
+}
 _GEMMA = {
   **{"head_size": 256, "norm_epsilon": 1e-6, "norm_scale_from_one": True, "post_norms": True},
   **{"activation": "gelu", "scaled_embeddings": True, "tied_embeddings": True},
@@ -403,6 +419,13 @@ PRESETS: dict[str, Preset] = {
     4096,
     _sizes(94, 4096, 12_288, 64, 4, _QWEN_3_EXPERTS, expert_feedforward_size=1536),
     {"balance_loss": 0.001},
+  ),
+  "qwen3_next_80b_a3b": Preset(
+    4096, _sizes(48, 2048, 5120, 16, 2, _QWEN_3_NEXT), {"balance_loss": 0.001}
+  ),
+  "qwen3_5_9b": Preset(4096, _sizes(32, 4096, 12_288, 16, 4, _QWEN_3_5)),
+  "qwen3_5_35b_a3b": Preset(
+    4096, _sizes(40, 2048, 512, 16, 2, _QWEN_3_5_MOE), {"balance_loss": 0.001}
   ),
   "olmoe_1b_7b": Preset(
     4096,

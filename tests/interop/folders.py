@@ -91,7 +91,9 @@ def read_with_numpy(name: str) -> dict[str, np.ndarray]:
       one = one.reshape(len(one), -1) if one.ndim > len(part.axes) else one  # of a convolution
       for axis, letters in enumerate(part.axes):
         size = np.prod([sizes[letter] for letter in letters], dtype=int)
-        one = np.take(one, part.origin[axis] + part.strides[axis] * np.arange(size), axis=axis)
+        run, period = (part.run, part.period) if axis == part.fused else (size, 0)
+        index = [part.origin[axis] + n // run * period + n % run for n in range(size)]
+        one = np.take(one, index, axis=axis)
       order = "".join(part.axes)
       one = one.reshape([sizes[letter] for letter in order])
       one = one.transpose([order.index(letter) for letter in part.letters])

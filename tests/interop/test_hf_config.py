@@ -222,9 +222,9 @@ def test_all_that_is_wrong_is_in_one_message():
 
 def test_an_unknown_model_type_is_named_beside_those_that_are_known():
   [line] = problems({**LLAMA, "model_type": "lama"})
-  known = ", ".join(FAMILIES)
+  known, parts = ", ".join(FAMILIES), ", ".join(hf_config.TEXT_PARTS)
   assert line.startswith(
-    f"F/config.json: unknown model_type 'lama'; known are {known}, gemma3; did"
+    f"F/config.json: unknown model_type 'lama'; known are {known}, {parts}; did"
   )
   assert line.endswith("did you mean 'llama'?")
   assert problems({"hidden_size": 4}) == [
@@ -260,6 +260,8 @@ def test_what_no_family_has_is_named_when_it_is_written():
     ("lfm2_1_2b", "lfm2"),
     ("bamba_9b", "bamba"),
     ("granite4_h_micro", "granitemoehybrid"),
+    ("qwen3_next_80b_a3b", "qwen3_next"),
+    ("qwen3_5_9b", "qwen3_5_text"),
   ],
 )
 def test_the_family_of_a_model_is_found_by_what_it_has(preset, model_type):

@@ -44,6 +44,9 @@ MESHES = {
   "qwen2": "dp4_tp2",
   "qwen3": "fsdp8",
   "qwen3_moe": "dp8",
+  "qwen3_next": "dp2_fsdp2_tp2",
+  "qwen3_5": "dp4_tp2",
+  "qwen3_5_moe": "fsdp8",
 }
 
 
@@ -89,7 +92,7 @@ def test_another_dtype_than_the_files_is_rounded_once():
 @pytest.mark.parametrize("piece_bytes", [1, 100])
 def test_shards_of_small_pieces_are_the_same(monkeypatch, piece_bytes):
   monkeypatch.setattr(read_weights, "PIECE_BYTES", piece_bytes)
-  for name in ("phi3", "gpt2", "gpt_oss", "qwen3_moe"):
+  for name in ("phi3", "gpt2", "gpt_oss", "qwen3_next"):
     job = job_of(name)
     source = opened(name, job)
     for parameter, array in read_with_numpy(name).items():

@@ -51,6 +51,23 @@ LATENT = {
   "n_group": 4,
   "topk_group": 2,
 }
+LINEAR = {
+  "num_hidden_layers": 4,
+  "head_dim": 8,
+  "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+  "linear_num_key_heads": 2,
+  "linear_num_value_heads": 4,
+  "linear_key_head_dim": 5,
+  "linear_value_head_dim": 3,
+  "linear_conv_kernel_dim": 3,
+}
+LINEAR_EXPERTS = {
+  **LINEAR,
+  "num_experts": 5,
+  "num_experts_per_tok": 3,
+  "moe_intermediate_size": 10,
+  "shared_expert_intermediate_size": 14,
+}
 # name -> (model_type, keys of its config, dtype of the file). `rope` is written in the notation of
 # the version that is installed.
 FOLDERS = {
@@ -122,6 +139,9 @@ FOLDERS = {
     },
     "float32",
   ),
+  "qwen3_next": ("qwen3_next", {**LINEAR_EXPERTS, "rope": (1000.0, {})}, "bfloat16"),
+  "qwen3_5": ("qwen3_5_text", {**LINEAR, "rope": (1000.0, {})}, "float32"),
+  "qwen3_5_moe": ("qwen3_5_moe_text", {**LINEAR_EXPERTS, "rope": (1000.0, {})}, "bfloat16"),
   "gpt_oss": (
     "gpt_oss",
     {
@@ -196,6 +216,7 @@ FOLDERS = {
     "bfloat16",
   ),
 }
+FROM_ONE = ("gemma", "qwen3_next", "qwen3_5")  # whose scales are stored minus one
 LEAST_MARGIN = 1e-5  # between the scores of two experts, or of two groups
 
 
@@ -269,7 +290,8 @@ def write(name: str) -> None:
   for parameter_name, parameter in (*model.named_parameters(), *model.named_buffers()):
     if "inv_freq" in parameter_name:
       continue
-    scale = parameter_name.endswith("weight") and parameter.ndim == 1 and "gemma" not in name
+    scale = parameter_name.endswith("weight") and parameter.ndim == 1
+    scale = scale and not name.startswith(FROM_ONE)
     drawn = torch.randn(parameter.shape, dtype=torch.float64)
     parameter.data = (0.3 if parameter.ndim == 1 else 0.4) * drawn + (1.0 if scale else 0.0)
   model = model.to(getattr(torch, FOLDERS[name][2]))

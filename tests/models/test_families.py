@@ -76,6 +76,10 @@ PUBLISHED = {
   "qwen3_30b_a3b": 30_532_122_624,
   "qwen3_235b_a22b": 235_093_634_560,
   "olmoe_1b_7b": 6_919_161_856,
+  # Without the layer that predicts a second token; as transformers counts them.
+  "qwen3_next_80b_a3b": 79_674_391_296,
+  "qwen3_5_9b": 8_953_803_264,
+  "qwen3_5_35b_a3b": 34_660_610_688,
   "deepseek_v2_lite": 15_706_484_224,
   "deepseek_v3": 671_026_419_200,
   # Of all the tensors, without the layer that predicts further tokens: a layer with experts, two
@@ -336,6 +340,17 @@ ACTIVE = {
   "olmoe_1b_7b": 1.28,
   "deepseek_v3": 37.6,
 }
+
+
+def test_a_token_of_qwen3_next_uses_10_of_512_experts_in_layers_of_either_kind():
+  config = dp8.get_config("model=qwen3_next_80b_a3b,data=python_source")
+  config.model.vocabulary_multiple = 1
+  config = finalize.finalize(config, "tpu")
+  leaves = named_leaves(make_program(resolve(config)).params)
+  elements = {name: math.prod(x.shape) for name, x in leaves.items()}
+  routed = 48 * 512 * 3 * 2048 * 512
+  wanted = PUBLISHED["qwen3_next_80b_a3b"] - routed + routed * 10 // 512
+  assert active_elements(config.model, elements) == wanted == 3_874_929_408
 
 
 @pytest.mark.parametrize("preset", ACTIVE)

@@ -22,6 +22,19 @@ MAMBA = {
 }
 LIGHTNING = {**DELTA, "model.mixer": "lightning"}
 CONVOLUTION = {**TYPES, "model.mixer": "short_convolution", "model.convolution_size": 3}
+# As in Qwen3-Next: experts in all layers, gates of attention and of the shared expert.
+QWEN = {
+  **DELTA,
+  "model.experts": 6,
+  "model.expert_feedforward_size": 24,
+  "model.shared_feedforward_size": 16,
+  "model.shared_gate": True,
+  "model.attention_gate": True,
+  "model.norm_scale_from_one": True,
+  "model.query_key_norm": True,
+  "model.rotary_size": 4,
+  "training.balance_loss": 0.01,
+}
 _ALL = {"mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2}
 _RING, _GATHER = ({"model.context_attention": kind} for kind in ("ring", "gather"))
 _SEQUENCE_PARALLEL = {"partitioning.sequence_parallel": True}
@@ -36,7 +49,9 @@ MESHES = {
     **{**_SEQUENCE_PARALLEL, "training.gradient_accumulation_steps": 2},
   },
 }
+MESHES["expert2"] = {"mesh.expert": 2, "mesh.context": 2, "mesh.fsdp": 2, **_RING}
 EACH = {
+  "qwen": {**QWEN, "optimizer.learning_rate": 0.005},
   # Small steps: keys of unit length turn far in large ones, which multiplies rounding errors.
   "delta": {**DELTA, "optimizer.learning_rate": 0.005},
   "mamba": MAMBA,
@@ -44,4 +59,4 @@ EACH = {
   "convolution": {**CONVOLUTION, **ADAPTERS, "lora.dropout": 0.3},
 }
 # The others in `make test-long`.
-OFTEN = (("all, ring", "delta"), ("tensor4, accumulated", "mamba"))
+OFTEN = (("all, ring", "qwen"), ("tensor4, accumulated", "mamba"))
