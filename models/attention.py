@@ -18,6 +18,7 @@ from models.positions import Layer, Rows, apply_rope, layer_pattern
 from models.spec import RESIDUAL, DecoderSpec, LayersSpec
 from partitioning.constraints import axes_splitting, constrain, tie_to
 from partitioning.dtypes import scaled, wide_dtype
+from partitioning.parallel import split_sequence
 from partitioning.parallel.matmuls import column_parallel, row_parallel
 from partitioning.parallel.sharded_function import splits
 from runtime.rematerialization import ATTENTION_OUTPUT
@@ -295,12 +296,13 @@ class Attend:
       sinks_N: as in `causal_attention`.
       cached: whether keys and values are a cache's.
     """
+    outputs, values = QUERIES[:-1] + self.value_head, KEYS[:-1] + self.value_head
     if not rows.ring:
-      output_BTNU = self._gathered(q_BTNH, k_BSKH, v_BSKU, layer, rows, sinks_N, cached=cached)
-      return constrain(output_BTNU, QUERIES[:-1] + self.value_head)
+      attend = self._of_heads if rows.way == split_sequence.ULYSSES else self._gathered
+      output_BTNU = attend(q_BTNH, k_BSKH, v_BSKU, layer, rows, sinks_N, cached=cached)
+      return constrain(output_BTNU, outputs)
     from partitioning.parallel.ring_attention import ring_attention
 
-    values = KEYS[:-1] + self.value_head
     output_BTNU = ring_attention(
       *(q_BTNH, constrain(k_BSKH, KEYS), constrain(v_BSKU, values), rows.segments_BT),
       layer.kind if self.kernel == "splash" else layer.window,
@@ -309,7 +311,38 @@ class Attend:
       sinks_N=sinks_N,
       name=ATTENTION_OUTPUT,
     )
-    return constrain(output_BTNU, QUERIES[:-1] + self.value_head)
+    return constrain(output_BTNU, outputs)
+
+  def _of_heads(
+    self,
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKU: Array,
+    layer: Layer,
+    rows: Rows,
+    sinks_N: Array | None,
+    **more: bool,
+  ) -> Float[Array, "B T N U"]:
+    """Returns the output, of complete rows of a device's share of the heads (DeepSpeed-Ulysses).
+
+    Pairs of constraints exchange the sequence for heads, and in the backward pass back at the same
+    place; the caller's exchanges the output's.
+    """
+    heads, values = k_BTKH.shape[2], KEYS[:-1] + self.value_head
+    often = split_sequence.repeats(heads, *map(split_sequence.devices_along, "TN"))
+    attend = dataclasses.replace(self, groups=self.groups // often)
+    with split_sequence.resized("K", heads * often):
+      if often > 1:
+        k_BTKH, v_BTKU = (jnp.repeat(x, often, axis=2) for x in (k_BTKH, v_BTKU))
+      given = (q_BTNH, QUERIES), (k_BTKH, KEYS), (v_BTKU, values)
+      q_BTNH, k_BTKH, v_BTKU = (constrain(x, letters) for x, letters in given)
+      with split_sequence.exchanged("T", "NK"):
+        q_BTNH = constrain(q_BTNH, QUERIES)
+        if rows.segments_BT is not None:
+          segments_BT = constrain(rows.segments_BT, QUERIES[:2])
+          rows = dataclasses.replace(rows, segments_BT=segments_BT)
+        output = attend._gathered(q_BTNH, k_BTKH, v_BTKU, layer, rows, sinks_N, **more)
+        return constrain(output, QUERIES[:-1] + self.value_head)
 
   def _gathered(
     self,

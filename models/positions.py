@@ -20,6 +20,7 @@ from models.losses import Batch
 from models.spec import DecoderSpec
 from partitioning.constraints import constrain
 from partitioning.dtypes import wide_dtype
+from partitioning.parallel.split_sequence import RING, devices_along
 from runtime.layer_kinds import MIXER, layer_type
 
 
@@ -325,7 +326,7 @@ def positions(segments_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
   data_fields=(
     *("slots_BT", "positions_BT", "rope_X2BTh", "segments_BT", "weights_BT", "counts_B"),
   ),
-  meta_fields=("ring",),
+  meta_fields=("way",),
 )
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -337,7 +338,8 @@ class Rows:
     rope_X2BTh: the rope table of each variant among the layers; computed once, before the scan
       over the layers. None: no rotary positions.
     segments_BT: the documents, for intra-document attention masking; None: a row is one.
-    ring: whether the tokens are in the zigzag order of `partitioning.parallel.ring_attention`.
+    way: how attention runs where the sequence is split, of `split_sequence.fastest_way`; "": it is
+      not, or keys and values are a cache's.
     weights_BT: of the tokens in the loss, in their order; None: there is no loss.
     counts_B: int32, of tokens that follow those in a cache: how many are not padding; None: all.
   """
@@ -346,9 +348,14 @@ class Rows:
   positions_BT: Int[Array, "#B T"]
   rope_X2BTh: Float[Array, "X 2 #B T h"] | None
   segments_BT: Int[Array, "B T"] | None = None
-  ring: bool = False
+  way: str = ""
   weights_BT: Float[Array, "B T"] | None = None
   counts_B: Int[Array, " B"] | None = None
+
+  @property
+  def ring(self) -> bool:
+    """Whether the tokens are in the zigzag order of `partitioning.parallel.ring_attention`."""
+    return self.way == RING
 
   def rope(self, layer: Layer) -> Float[Array, "2 #B T h"] | None:
     """Returns a layer's rope table; None without rotary positions."""
@@ -357,36 +364,46 @@ class Rows:
     return self.rope_X2BTh[0 if layer.rotary is None else layer.rotary]
 
 
-def in_order(batch: Batch, order_T: np.ndarray | None, *, documents: bool) -> Batch:
+def _order(length: int, way: str) -> np.ndarray | None:
+  """Returns the order of a row's tokens, int32 [length]; None: that of the text."""
+  if way != RING:
+    return None
+  from partitioning.parallel import ring_attention  # where the sequence is split
+
+  return ring_attention.zigzag_order(length, devices_along("T"))
+
+
+def in_order(batch: Batch, way: str, *, documents: bool) -> Batch:
   """Returns a batch in the order that layers have tokens in; of documents with their positions.
 
   Args:
     batch: arrays [B, T] in the order of the text.
-    order_T: permutation of the tokens; None: the order of the text.
+    way: see `Rows`.
     documents: whether `segments` tells documents apart, in each of which positions begin at 0, and
       to which attention is masked; else a row is one document.
   """
   if documents:
     batch = {**batch, POSITIONS: constrain(positions(batch["segments"]), "BT")}
-  if order_T is None:
+  if (order_T := _order(batch["tokens"].shape[1], way)) is None:
     return batch
-  from partitioning.parallel import ring_attention  # where the sequence is split
+  from partitioning.parallel import ring_attention
 
   return {name: ring_attention.in_order(x_BT, order_T, "BT") for name, x_BT in batch.items()}
 
 
-def rows_of(batch: Batch, order_T: np.ndarray | None, pattern: LayerPattern) -> Rows:
+def rows_of(batch: Batch, way: str, pattern: LayerPattern) -> Rows:
   """Returns slots, positions and documents of complete rows.
 
   Args:
     batch: that `in_order` has returned.
-    order_T: of `in_order`.
+    way: see `Rows`.
     pattern: what differs between the layers.
   """
   length, segments_BT = batch["tokens"].shape[1], None
+  order_T = _order(length, way)
   slots_T = jnp.arange(length, dtype=jnp.int32) if order_T is None else jnp.asarray(order_T)
   slots_BT = positions_BT = slots_T[None, :]
   if POSITIONS in batch:
     segments_BT, positions_BT = (constrain(batch[x], "BT") for x in ("segments", POSITIONS))
   tables = pattern.rope_tables(positions_BT)
-  return Rows(slots_BT, positions_BT, tables, segments_BT, ring=order_T is not None)
+  return Rows(slots_BT, positions_BT, tables, segments_BT, way)

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from etils import epy
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
@@ -43,6 +42,7 @@ from models.spec import (
 )
 from partitioning.constraints import axes_splitting, constrain
 from partitioning.dtypes import wide_dtype
+from partitioning.parallel import split_sequence
 from partitioning.parallel.matmuls import column_parallel
 from partitioning.rules import Dim
 from runtime.extensions import kind_of_model, registered
@@ -230,8 +230,7 @@ class Transformer(nnx.Module):
     return self._in_order(batch, documents=self.spec.separate_documents)
 
   def _in_order(self, batch: Batch, *, documents: bool) -> Batch:
-    order_T = self._ring_order(batch["tokens"].shape[1])
-    return in_order(batch, order_T, documents=documents)
+    return in_order(batch, self._way(batch["tokens"].shape[1]), documents=documents)
 
   def enter(self, batch: Batch) -> Float[Array, "B R D"]:
     """Returns the residual before the first layer."""
@@ -327,23 +326,18 @@ class Transformer(nnx.Module):
 
     With a key also the weights, where experts balance by them.
     """
-    rows = rows_of(batch, self._ring_order(batch["tokens"].shape[1]), self.layer_pattern)
+    rows = rows_of(batch, self._way(batch["tokens"].shape[1]), self.layer_pattern)
     if not self.spec.experts or key is None:
       return rows
     return dataclasses.replace(rows, weights_BT=constrain(batch["weights"], "BT"))
 
-  def _ring_order(self, length: int) -> np.ndarray | None:
-    """Returns the zigzag order of ring attention for rows of this length.
-
-    None where the sequence is not split, or where keys and values are all-gathered instead.
-    """
+  def _way(self, length: int) -> str:
+    """Returns how attention runs over rows of this length; "" where the sequence is not split."""
     if not axes_splitting("T"):
-      return None
-    from partitioning.parallel import ring_attention
-
-    spec, count = self.spec, ring_attention.ring_size("T")
-    ring = ring_attention.use_ring(spec.context_attention, length, count, spec.heads, spec.kv_heads)
-    return ring_attention.zigzag_order(length, count) if ring else None
+      return ""
+    spec, (count, tensor) = self.spec, map(split_sequence.devices_along, "TN")
+    given = spec.context_attention, spec.attention_kernel, length, spec.heads, spec.kv_heads
+    return split_sequence.fastest_way(*given, count=count, tensor=tensor)
 
   def _of_logits(
     self,

@@ -110,9 +110,16 @@ def activation_layout(legend: Legend, table: Table, **more: Any) -> Iterator[Act
     **more: further fields of `ActivationLayout`.
   """
   layout = ActivationLayout(legend, table, **more)
+  with layout_in_force(layout):
+    yield layout
+
+
+@contextlib.contextmanager
+def layout_in_force(layout: ActivationLayout) -> Iterator[None]:
+  """Sets a layout inside the block, such as `current_layout`'s with another table."""
   token = _LAYOUT.set(layout)
   try:
-    yield layout
+    yield
   finally:
     _LAYOUT.reset(token)
 

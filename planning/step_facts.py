@@ -18,6 +18,7 @@ from models.spec import stacks_of
 from partitioning.constraints import ActivationLayout
 from partitioning.mesh_sizes import STAGE
 from partitioning.parallel.pipeline_schedule import GPIPE, Schedule
+from partitioning.parallel.split_sequence import fastest_way
 from partitioning.rules import Legend, Placement, axes_size, shard_shape, spec_axes
 from runtime.extensions import kind_of_model
 from training.setup import Job
@@ -105,6 +106,13 @@ class StepFacts:
   def stacks(self) -> tuple[str, ...]:
     """Returns the letters of stacked layers."""
     return stacks_of(self.legend)
+
+  @property
+  def way(self) -> str:
+    """Returns how a decoder's attention runs where the sequence is split."""
+    model, heads = self.model, (self.model.heads, self.model.kv_heads)
+    given = model.context_attention, self.training.attention_kernel, self.length, *heads
+    return fastest_way(*given, count=self.parts("T"), tensor=self.parts("N"))
 
   @property
   def layers(self) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 from models.latent_attention import DOWN_PROJECTIONS
 from models.spec import in_8_bits, is_latent, latent_sizes
 from partitioning.dtypes import wide_dtype
-from partitioning.parallel import pipeline, ring_attention
+from partitioning.parallel import pipeline, split_sequence
 from partitioning.parallel.expert_exchange import ROUNDS, Exchange
 from partitioning.rules import Placement, axes_size, shard_shape, spec_axes, spec_entries
 from planning.step_facts import StepFacts
@@ -402,8 +402,10 @@ def sequence_attention(step: StepFacts) -> Iterator[Term]:
   As a ring: keys and values are passed to the next device c - 1 times, and again in the backward
   pass, with their gradients, which take one more hop back to their own device: m L (6 (c - 1) + 2)
   b T K H / t; and for the zigzag order tokens, targets and weights of complete rows, m 3 b T c.
-  Else all-gathers of keys and values of complete rows, m L 2 b T c K H / t, and all-reduces of
-  their gradients, before those of a group's query heads are added: m L 2 b T c N H / t.
+  By heads (Ulysses) all-to-alls of queries, keys, values and outputs, and of their gradients: m L 4
+  b T (N + K) H / t, K being the key/value heads as often repeated as c t asks for. Else all-gathers
+  of keys and values of complete rows, m L 2 b T c K H / t, and all-reduces of their gradients,
+  before those of a group's query heads are added: m L 2 b T c N H / t.
   """
   model, sizes, runs = step.model, step.sizes, step.passes
   if step.kind not in (_DECODER, _ENCODER):
@@ -420,8 +422,15 @@ def sequence_attention(step: StepFacts) -> Iterator[Term]:
     # On average: the heads of values may have another size than those of keys.
     pair = step.tokens * heads * (model.head_size + model.value_head_size) / 2
     queries = pair / heads * model.heads / tensor
-    kind, length = model.context_attention, step.length
-    if ring_attention.use_ring(kind, length, around, model.heads, model.kv_heads):
+    if step.way == split_sequence.ULYSSES:
+      often = 2 * (runs.forward + runs.backward)
+      why = "queries and outputs, heads in exchange for the sequence"
+      yield Term("all-to-all", axes, often, queries, why, narrow)
+      pair *= split_sequence.repeats(model.kv_heads, around, tensor) * model.kv_heads
+      why = "keys and values, heads in exchange for the sequence"
+      yield Term("all-to-all", axes, often, pair / (heads * tensor), why, narrow)
+      return
+    if step.way == split_sequence.RING:
       why, others = "keys, values and their gradients, around the ring", around - 1
       often = 2 * others * runs.forward + (4 * others + 2) * runs.backward
       yield Term("collective-permute", axes, often, pair, why, narrow)

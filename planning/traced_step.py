@@ -23,7 +23,7 @@ from models.layer_stack import order_of, trip_counts
 from models.positions import layer_pattern
 from models.spec import ModelSpec, latent_sizes
 from partitioning.constraints import activation_layout
-from partitioning.parallel import ring_attention
+from partitioning.parallel import split_sequence
 from partitioning.parallel.pipeline_schedule import GPIPE
 from planning.roofline import Work, cudnn_attention
 from planning.step_facts import StepFacts
@@ -274,8 +274,8 @@ def part_of(step: StepFacts, *, at_once: bool = True) -> DevicePart:
       split = model.kv_heads // parts("K") if model.kv_heads % parts("K") == 0 else model.kv_heads
       model.kv_heads = math.gcd(split, model.heads)
     if decoder and (around := parts("T")) > 1:
-      length, heads = data.sequence_length, (step.model.heads, step.model.kv_heads)
-      if at_once and ring_attention.use_ring(model.context_attention, length, around, *heads):
+      length = data.sequence_length
+      if at_once and step.way == split_sequence.RING:
         data.sequence_length, rows = length // (2 * around), 2 * rows  # half of the scores
       else:
         rows /= around

@@ -303,8 +303,9 @@ DECODER: Rows = {
   # On resume: a schedule over mesh.context, which may change as well.
   "context_attention": Key(
     "auto",
-    "where context > 1: ring, gather, or auto: by a cost formula",
-    choices=("auto", "ring", "gather"),
+    "where context > 1: ring; gather, keys and values of whole rows; ulysses, heads in exchange "
+    "for the sequence; or auto: by a cost formula",
+    choices=("auto", "ring", "gather", "ulysses"),
     resume=MAY_CHANGE,
   ),
   "embedding_standard_deviation": Key(

@@ -184,7 +184,7 @@ def _kernel(
     return "xla", f"rows of {length} tokens are shorter than {least}"
   never = "never has all scores in memory"
   if platform == "gpu":
-    why = model_checks.no_cudnn(model, training, mesh.context)
+    why = model_checks.no_cudnn(model, training, mesh)
     why = why or model_checks.too_old(target.capability)
     return ("blockwise", f"{never}; of cudnn: {why}") if why else ("cudnn", never)
   why = "it is a kernel for TPUs"
@@ -196,7 +196,7 @@ def _kernel(
   if platform == "tpu" and context > 1:
     # In a ring half of the scores of one device's keys, else those of all keys; in float32.
     own = length // context
-    keys = own * context if model.context_attention == "gather" else own // 2
+    keys = own // 2 if model.context_attention in ("auto", "ring") else length
     heads = -(-model.heads // target.sizes.get("tensor", 1))
     size = 4 * tokens() * heads * keys
     if size <= SCORES_BYTES:

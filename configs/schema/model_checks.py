@@ -31,7 +31,7 @@ def attention_kernel_errors(
   if kernel == "splash":
     why = no_splash(model, training, data, mesh.context)
   if kernel == "cudnn":
-    why = no_cudnn(model, training, mesh.context)
+    why = no_cudnn(model, training, mesh)
   if why:
     yield f"training.attention_kernel={kernel}: {why}; set it to blockwise"
 
@@ -40,7 +40,7 @@ def no_splash(model: ConfigDict, training: ConfigDict, data: ConfigDict, context
   """Returns why partitioning/parallel/splash_kernel.py cannot run a decoder; "" where it can."""
   if training.compute_dtype == "float64":
     return "it computes in float32"
-  if context == 1 or model.context_attention == "gather":  # gathered rows are padded
+  if context == 1 or model.context_attention in ("gather", "ulysses"):  # such rows are padded
     return ""
   # A ring, which may be the cost formula's choice, passes two pieces.
   pieces = 2 * context * LANES
@@ -56,11 +56,13 @@ def no_splash(model: ConfigDict, training: ConfigDict, data: ConfigDict, context
   return ""
 
 
-def no_cudnn(model: ConfigDict, training: ConfigDict, context: int) -> str:
+def no_cudnn(model: ConfigDict, training: ConfigDict, mesh: ConfigDict) -> str:
   """Returns why cuDNN's kernel cannot run a decoder; "" where it can."""
-  dtype = training.compute_dtype
-  if context != 1:
-    return f"mesh.context={context} splits the rows"
+  dtype, kind, context = training.compute_dtype, model.context_attention, mesh.context
+  if context != 1 and kind not in ("auto", "ulysses"):
+    return f"mesh.context={context} splits the rows, with model.context_attention={kind}"
+  if context != 1 and (why := _no_ulysses(model.heads, context, mesh.tensor)):
+    return f"mesh.context={context} splits the rows, and {why}"
   if dtype not in ("bfloat16", "float16"):
     return f"training.compute_dtype={dtype}, and it takes bfloat16"
   if model.head_size % _HEAD_MULTIPLE or model.head_size > _LARGEST_HEAD:
@@ -75,6 +77,13 @@ def no_cudnn(model: ConfigDict, training: ConfigDict, context: int) -> str:
   if model.attention_sinks:
     return "model.attention_sinks=True, and its softmax has no sinks"
   return ""
+
+
+def _no_ulysses(heads: int, context: int, tensor: int) -> str:
+  """Returns why heads cannot be exchanged for the sequence; "" where they can."""
+  parts = context * tensor
+  uneven = f"model.heads={heads} is not a multiple of mesh.context x mesh.tensor = {parts}"
+  return uneven if heads % parts else ""
 
 
 def too_old(capability: float) -> str:
@@ -144,7 +153,7 @@ def mixer_errors(model: ConfigDict, data: ConfigDict, sizes: Mapping[str, int]) 
   if limits and (len(limits) != 2 or not 0 <= limits[0] < limits[1]):
     yield f"model.mixer_step_limits={limits}: two numbers, the smaller first, or () for any"
   parts, length = sizes.get("context", 1), data.sequence_length
-  ring = model.context_attention != "gather"
+  ring = model.context_attention in ("auto", "ring")
   piece, most = length // (parts * (2 if ring else 1)), model.convolution_size - 1
   if parts > 1 and piece < most:
     yield (
@@ -281,6 +290,10 @@ def split_errors(
       f"training.scan_unroll={count} does not divide model.layers={layers}; make it one of "
       f"{listed(divisors(layers))}"
     )
+  if sizes["context"] > 1 and model.context_attention == "ulysses":
+    why = _no_ulysses(model.heads, sizes["context"], sizes["tensor"])
+    if why:
+      yield f"model.context_attention=ulysses: {why}; set it to ring or gather"
   length, pieces = data.sequence_length, 2 * sizes["context"]
   if pieces > 2 and model.context_attention == "ring" and length % pieces:
     below = length - length % pieces

@@ -25,7 +25,6 @@ from partitioning import constraints
 from partitioning.constraints import (
   automatic_layout,
   axes_splitting,
-  current_layout,
   manual_axes,
   tie_to,
 )
@@ -33,39 +32,8 @@ from partitioning.parallel import attention_blocks, collectives
 from partitioning.parallel.attention_blocks import Blocks, Keys, Queries
 from partitioning.parallel.manual_region import manual_region
 from partitioning.parallel.splash_kernel import SplashBlocks
-from partitioning.rules import Axes, axes_size, partition_spec, resolve, spec_entries
-
-# FLOPs that an accelerator computes in the time that it sends a byte: 2,190 (TPU v5e,
-# 197e12 / 90e9) to 5,100 (v6e), in bfloat16, over both links of a torus axis or NVLink.
-OPERATIONS_PER_BYTE = 2500
-
-
-def ring_size(letter: str) -> int:
-  """Returns the number of devices in the ring, 1 where the sequence is not split."""
-  return axes_size(axes_splitting(letter), current_layout("ring attention")[1])
-
-
-def use_ring(kind: str, length: int, count: int, queries: int, keys: int) -> bool:
-  """Returns whether attention runs as a ring; else keys and values are all-gathered.
-
-  By default where it should be faster. In units of the time of an all-gather of keys and values,
-  let r be the time to compute the causal half of the scores. The all-gather does not overlap with
-  compute, which includes the masked half: 1 + 2 r. The ring uses one direction of the links and
-  overlaps: max(2, r). So the ring wins from r = 1/2 on: where a device's tokens times the query
-  heads per key/value head reach the FLOPs that it computes per byte sent. It always needs less
-  memory.
-
-  Args:
-    kind: `model.context_attention`: ring, gather, or auto.
-    length: of the sequence.
-    count: of the devices that split it.
-    queries: number of query heads.
-    keys: number of key/value heads.
-  """
-  if kind != "auto":
-    return kind == "ring"
-  divisible = length % (2 * count) == 0
-  return divisible and length // count * (queries // keys) >= OPERATIONS_PER_BYTE
+from partitioning.parallel.split_sequence import devices_along
+from partitioning.rules import Axes, partition_spec, resolve, spec_entries
 
 
 def zigzag_order(length: int, count: int) -> np.ndarray:
@@ -155,7 +123,7 @@ def ring_attention(
   ring = _Ring(around, blocks, name)
   # A device derives its place in the ring from its slots, not from its axis index: JAX would hoist
   # what depends on no argument into a shard_map without arguments, which XLA rejects.
-  slots_T = jnp.asarray(zigzag_order(q_BTNH.shape[1], ring_size(of_queries[1])))
+  slots_T = jnp.asarray(zigzag_order(q_BTNH.shape[1], devices_along(of_queries[1])))
   serving_N = jnp.arange(q_BTNH.shape[2], dtype=jnp.int32) // (q_BTNH.shape[2] // k_BTKH.shape[2])
   facts = _QueryFacts(slots_T, None if same else serving_N, segments_BT, window)
   q_BTNH, facts = tie_to(q_BTNH, facts)

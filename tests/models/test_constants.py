@@ -109,7 +109,7 @@ def test_every_kernel_scales_by_the_scale(kernel, context):
   slots_BT = jnp.asarray(order_T)[None]
 
   def in_order(q, k, v):
-    rows = Rows(slots_BT, slots_BT, None, ring=context > 1)
+    rows = Rows(slots_BT, slots_BT, None, way="ring" if context > 1 else "")
     ordered = (x[:, order_T] for x in (q, k, v))
     return attend(*ordered, Layer(None, None, None, None), rows)[:, np.argsort(order_T)]
 

@@ -76,6 +76,10 @@ STRATEGIES = {
     "single",
     {"mesh.fsdp": 2, "mesh.context": 4, "model.context_attention": "gather"},
   ),
+  "data=4 x context=2, Ulysses": (
+    "single",
+    {"mesh.data": 4, "mesh.context": 2, "model.context_attention": "ulysses"},
+  ),
 }
 # Of the vision transformer.
 VIT_STRATEGIES = {

@@ -19,6 +19,7 @@ MESHES = {
   "fsdp2_tensor4, sequence-parallel": {"mesh.fsdp": 2, "mesh.tensor": 4, **_SEQUENCE_PARALLEL},
   "all, ring": {**_ALL, **RING, **_SEQUENCE_PARALLEL},
   "all, gathered": {**_ALL, **GATHER},
+  "all, Ulysses": {**_ALL, "model.context_attention": "ulysses"},
   "data2_tensor4, collective matmuls": {
     "mesh.tensor": 4,
     "mesh.data": 2,

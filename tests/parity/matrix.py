@@ -48,6 +48,12 @@ OF_SEQUENCE = {
     "mesh.tensor": 2,
     **GATHER,
   },
+  "fsdp2_context2_tensor2 Ulysses": {
+    "mesh.fsdp": 2,
+    "mesh.context": 2,
+    "mesh.tensor": 2,
+    "model.context_attention": "ulysses",
+  },
 }
 # With pipeline stages. tests/parity/pipeline_cases.py has more: also beside dropout and 8-bit
 # matmuls, whose numbers depend on which rows a microbatch has.

@@ -42,6 +42,7 @@ _BY_NAME = {"training.rematerialization": "full,query=save,attention_output=offl
 MESHES = {
   "all, ring": {**_ALL, **_RING, **_SEQUENCE_PARALLEL},
   "context4, gathered": {"mesh.data": 2, "mesh.context": 4, **_GATHER},
+  "context4, Ulysses": {"mesh.data": 2, "mesh.context": 4, "model.context_attention": "ulysses"},
   "context8, ring": {"mesh.context": 8, **_RING, "data.sequence_length": 48},
   "fsdp8, by name": {"mesh.fsdp": 8, **_BY_NAME},
   "tensor4, accumulated": {

@@ -87,6 +87,9 @@ LONG = {
   "stage2 context2 tensor2, ring": Case(
     {**mesh(2, stage=2, context=2, tensor=2), **SEQUENCE_PARALLEL, **RING}
   ),
+  "stage2 context2 tensor2, Ulysses": Case(
+    {**mesh(2, stage=2, context=2, tensor=2), "model.context_attention": "ulysses"}
+  ),
   "stage2 context2 tensor2, gathered": Case({**mesh(2, stage=2, context=2, tensor=2), **GATHER}),
   "stage2 data2 tensor2, collective matmuls": Case(
     {**mesh(2, stage=2, data=2, tensor=2), **COLLECTIVE_MATMUL}

@@ -25,7 +25,8 @@ def finalized_attention(platform="gpu", capability=9.0, /, **overrides):
     ("gpu", 0.0, {}, "blockwise"),  # AMD's, or none that is known
     ("gpu", 9.0, {"model.separate_documents": True}, "blockwise"),
     ("gpu", 9.0, {"model.attention_sinks": True}, "blockwise"),
-    ("gpu", 9.0, {"mesh.context": 2}, "blockwise"),
+    ("gpu", 9.0, {"mesh.context": 2}, "cudnn"),  # of complete rows of half of the heads
+    ("gpu", 9.0, {"mesh.context": 2, "model.context_attention": "ring"}, "blockwise"),
     ("gpu", 9.0, {"data.sequence_length": 512}, "xla"),
     ("tpu", 0.0, {}, "splash"),
   ],
@@ -38,7 +39,15 @@ def test_the_default_is_the_kernel_that_can(platform, capability, changes, kerne
 @pytest.mark.parametrize(
   ("keys", "said"),
   [
-    ("mesh.context=2", "mesh.context=2 splits the rows"),
+    (
+      "mesh.context=2 model.context_attention=ring",
+      "mesh.context=2 splits the rows, with model.context_attention=ring",
+    ),
+    (
+      "mesh.context=3",
+      "mesh.context=3 splits the rows, and model.heads=32 is not a multiple of mesh.context x "
+      "mesh.tensor = 3",
+    ),
     ("training.compute_dtype=float32", "training.compute_dtype=float32, and it takes bfloat16"),
     ("model.head_size=260", "model.head_size=260, and it takes multiples of 8 up to 256"),
     ("model.head_size=124", "model.head_size=124, and it takes multiples of 8 up to 256"),

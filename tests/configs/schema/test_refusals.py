@@ -174,6 +174,12 @@ CASES = [
   ),
   (
     "lm",
+    "mesh.context=4 mesh.tensor=4 model.context_attention=ulysses",
+    "model.context_attention=ulysses: model.heads=8 is not a multiple of mesh.context x "
+    "mesh.tensor = 16; set it to ring or gather",
+  ),
+  (
+    "lm",
     "mesh.context=4 data.sequence_length=12 model.context_attention=ring",
     "data.sequence_length=12 is not divisible by 2 x mesh.context = 8: in a ring each device has "
     "an early and a late piece; make it 8 or 16, or set model.context_attention=gather",
@@ -545,6 +551,7 @@ def test_all_that_is_wrong_comes_in_one_message():
     ("lm", "mesh.context=4 data.sequence_length=16 model.context_attention=ring"),
     ("lm", "mesh.context=4 data.sequence_length=12 model.context_attention=gather"),
     ("lm", "mesh.context=4 data.sequence_length=12 model.context_attention=auto"),
+    ("lm", "mesh.context=4 data.sequence_length=12 model.context_attention=ulysses"),
     ("lm", "model.rotary_pairs=adjacent"),
     ("lm", LATENT),
     ("lm", f"{LATENT} model.biases=attention,mlp model.window=5"),

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from models import attention
 from partitioning.constraints import activation_layout
-from partitioning.parallel import attention_blocks, ring_attention
+from partitioning.parallel import attention_blocks, ring_attention, split_sequence
 from planning.traced_step import body, equations, fixed_and_carried
 from runtime import collectives
 from tests.helpers.jobs import first_state, host_batch, make_job, place
@@ -62,6 +62,7 @@ def test_trains_as_one_device_does(mesh, kind):
   [
     ("context4_tensor2", "ring"),
     ("context8", "gather"),
+    ("context4_tensor2", "ulysses"),
     pytest.param("fsdp2_context2_tensor2", "ring", marks=pytest.mark.long),
   ],
 )
@@ -140,34 +141,49 @@ def sums(overrides):
   return {key: float(value) for key, value in found.items()}
 
 
-@pytest.mark.parametrize("kind", ["ring", "gather"])
+@pytest.mark.parametrize("kind", ["ring", "gather", "ulysses"])
 def test_evaluation_is_that_of_one_device(kind):
   split = evaluated(kind, **MESHES["context4_tensor2"])
   assert split == pytest.approx(evaluated("gather"), rel=1e-5)
 
 
-# ------------------------------ which of the two ------------------------------
+def test_cudnn_attends_over_complete_rows_of_some_heads():
+  keys = {"model.head_size": 8, "training.compute_dtype": "bfloat16"}
+  split = {**MESHES["fsdp2_context2_tensor2"], "training.attention_kernel": "cudnn"}
+  found = evaluated("auto", **keys, **split)
+  # On CPUs its place is taken by blocks, on the same parts of the same arrays.
+  assert found == pytest.approx(evaluated("gather", **keys), rel=1e-3)
+
+
+# ------------------------------ which of the three ------------------------------
 
 
 @pytest.mark.parametrize(
-  ("length", "count", "heads", "favoured"),
+  ("length", "count", "tensor", "heads", "fastest"),
   [
-    (8192, 8, (32, 8), True),  # llama3_8b: 1,024 tokens a device, 4 query heads a key/value head
-    (8192, 8, (32, 32), False),  # llama2_7b
-    (32768, 8, (32, 32), True),
-    (4096, 8, (32, 8), False),
-    (8196, 12, (64, 8), False),  # 683 tokens a device make no two pieces
+    (8192, 8, 1, (32, 8), "ring"),  # llama3_8b: 1,024 tokens of a device, groups of 4 query heads
+    (4096, 8, 1, (32, 8), "ulysses"),  # half of the compute does not hide what a ring sends
+    (4096, 8, 2, (32, 8), "gather"),  # 16 devices need each key/value head twice
+    (8192, 8, 1, (32, 32), "ulysses"),  # llama2_7b
+    (131072, 8, 1, (32, 32), "ring"),
+    (8192, 8, 8, (32, 8), "ring"),  # 64 devices have no head each
+    (8196, 12, 1, (64, 8), "gather"),  # 683 tokens of a device make no two pieces
   ],
 )
-def test_the_ring_is_preferred_if_its_communication_is_hidden_by_compute(
-  length, count, heads, favoured
+def test_the_fastest_way_follows_from_what_is_sent_and_computed(
+  length, count, tensor, heads, fastest
 ):
-  assert ring_attention.use_ring("auto", length, count, *heads) is favoured
+  given = "auto", "blockwise", length, *heads
+  assert split_sequence.fastest_way(*given, count=count, tensor=tensor) == fastest
+  # cuDNN's kernel takes complete rows alone.
+  given = "auto", "cudnn", *given[2:]
+  found = split_sequence.fastest_way(*given, count=count, tensor=tensor)
+  assert found == (fastest if heads[0] % (count * tensor) else "ulysses")
 
 
 @pytest.mark.parametrize(("operations", "rings"), [(1, True), (1e9, False)])
 def test_the_default_follows_the_formula(operations, rings, monkeypatch):
-  monkeypatch.setattr(ring_attention, "OPERATIONS_PER_BYTE", operations)
+  monkeypatch.setattr(split_sequence, "OPERATIONS_PER_BYTE", operations)
   jaxpr = traced(**{"mesh.context": 2, "model.context_attention": "auto"})
   sent = [one for one in equations(jaxpr) if one.primitive.name == "ppermute"]
   assert bool(sent) == rings
