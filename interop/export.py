@@ -309,6 +309,9 @@ def model_config(
   found = {**ids, **written, **kept}
   if hf_config.read(found, CONFIG) != hf_config.read(written, CONFIG):
     found |= written  # something was overridden since
+  further = hf_config.FAMILIES[written["model_type"]].names.further
+  if further and ours["mtp_layers"]:
+    found[further.key] = ours["mtp_layers"]
   # 4.57 reads torch_dtype, 5 reads dtype.
   return {**found, "torch_dtype": dtype, "dtype": dtype}
 

@@ -111,7 +111,7 @@ ONLY: dict[str, tuple[tuple, str]] = {
 OWN = (
   *("name", "vocabulary_multiple", "context_attention", "embedding_standard_deviation"),
   *("depth", "dropout_rate", "separate_documents", "base_width", "base_head_size"),
-  *("expert_exchange", "expert_capacity"),
+  *("expert_exchange", "expert_capacity", "mtp_layers"),
 )
 KEYS = tuple(key for key in DECODER if key not in OWN)
 # Keys that each config.json has in some form; the defaults of the others turn something off, and

@@ -30,6 +30,23 @@ LAYER = "model.layers.{}."
 
 
 @dataclasses.dataclass(frozen=True)
+class Further:
+  """The tensors of the layers that predict further tokens, `model.mtp_layers`.
+
+  Attributes:
+    key: in config.json, how many there are.
+    block: how names of their blocks begin, in place of LAYER; {} is the number of the layer.
+    rows: of what they have beside the block; without {}, there is one such layer at most.
+    behind: whether their numbers follow those of the model's layers.
+  """
+
+  key: str
+  block: str
+  rows: Mapping[str, Row]
+  behind: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Names:
   """The tensors of a family.
 
@@ -42,6 +59,7 @@ class Names:
     tied: (the logits' tensor, the embedding's): the first may be stored although it is the second.
     others: rows of which a folder may have one table's in place of those in `rows` with the same
       parameters; they are read, and not written.
+    further: of layers that predict further tokens; None: the family has none.
   """
 
   rows: Mapping[str, Row]
@@ -50,6 +68,7 @@ class Names:
   unused: tuple[str, ...] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
   tied: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
   others: tuple[Mapping[str, Row], ...] = ()
+  further: Further | None = None
 
 
 def _rows(start: str, *modules: tuple[str, ...]) -> dict[str, Row]:
@@ -234,11 +253,30 @@ DEEPSEEK_EXPERTS = {
     ("down_proj", "D W", "experts/shared/down"),
   ),
 }
+
+
+def _further(key: str, block: str, *names: str, **more: Any) -> Further:
+  """Returns the tensors of further layers: names of the two norms, projection and last norm."""
+  embedding, hidden, both, out = names
+  rows: dict[str, Row] = {
+    embedding: ("D", "mtp_layers/embedding_norm/scale"),
+    hidden: ("D", "mtp_layers/hidden_norm/scale"),
+    both: ("O D+D", "mtp_layers/from_embedding/kernel", "mtp_layers/from_hidden/kernel"),
+    out: ("D", "mtp_layers/out_norm/scale"),
+  }
+  return Further(key, block, {f"{name}.weight": row for name, row in rows.items()}, **more)
+
+
 DEEPSEEK = Names(
   {**ENDS, **NORMS, **LATENT_ATTENTION, **DEEPSEEK_EXPERTS},
-  # The layer behind the last predicts further tokens, in training and to decode speculatively.
+  # The layer behind the last predicts a further token; of its copies of embedding and head, too.
   unused=("model.layers.*.self_attn.rotary_emb.inv_freq", "model.layers.{}.*"),
   others=(MERGED_EXPERTS,),
+  further=_further(
+    *("num_nextn_predict_layers", LAYER, f"{LAYER}enorm", f"{LAYER}hnorm", f"{LAYER}eh_proj"),
+    *(f"{LAYER}shared_head.norm",),
+    behind=True,
+  ),
 )
 GLM_4_MOE = dataclasses.replace(DEEPSEEK, rows={**ENDS, **NORMS, **ATTENTION, **DEEPSEEK_EXPERTS})
 # Kernels of experts are stored as they multiply, [in, out]; in MXFP4 as [out, in].
@@ -349,6 +387,9 @@ _SHARED_EXPERT: dict[str, Row] = {
   f"{LAYER}mlp.shared_expert_gate.weight": ("1 D", f"{_EXPERTS}/shared_gate"),
 }
 _MTP_UNUSED = ("mtp.*",)
+_QWEN_FURTHER = (
+  *("mtp.layers.{}.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
+)
 QWEN_3_NEXT = Names(
   {
     **{**ENDS, **NORMS, **_GATED_ATTENTION, **_GATED_DELTA},
@@ -361,6 +402,7 @@ QWEN_3_NEXT = Names(
   },
   unused=_MTP_UNUSED,
   others=(MERGED_EXPERTS,),
+  further=_further("num_nextn_predict_layers", *_QWEN_FURTHER),
 )
 QWEN_3_5 = Names(
   {
@@ -376,6 +418,7 @@ QWEN_3_5 = Names(
   },
   inner={"model.language_model.": "model."},
   unused=("model.visual.*", *_MTP_UNUSED),
+  further=_further("mtp_num_hidden_layers", *_QWEN_FURTHER),
 )
 QWEN_3_5_MOE = dataclasses.replace(
   QWEN_3_5,
@@ -905,7 +948,7 @@ FAMILIES: dict[str, Family] = {
     ignored=_DEEPSEEK_IGNORED,
   ),
   "deepseek_v2": Family(
-    *("DeepseekV2ForCausalLM", DEEPSEEK),
+    *("DeepseekV2ForCausalLM", dataclasses.replace(DEEPSEEK, further=None)),
     _defaults(
       *(4096, 11_008, 32, 32, None, 102_400, 2048, 1e-6),
       **_DEEPSEEK,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from interop.hf_families import FAMILIES, Names, Row
-from models.spec import LAYERS, LORA_A, LORA_B, DecoderSpec
+from interop.hf_families import FAMILIES, LAYER, Names, Row
+from models.spec import LAYERS, LORA_A, LORA_B, MTP_LAYERS, DecoderSpec
 
 _ONE = "1"  # an axis of one element, which no dim of ours is
 _EXPERTS = "E"  # the letter of experts, the first of their parameters in a layer
@@ -110,6 +110,7 @@ def tensors(
       for expert in each if name.count("{}") > 1 else [()]:
         if one := _tensor(spec, sizes, name.format(layer, *expert), row, (index, *expert)):
           found[one.name] = one
+  found |= _further(spec, sizes, model_type, in_layers)
   used = {part.parameter for one in found.values() for part in one.parts}
   adapters = (LORA_A, LORA_B)  # in no model's folder
   missing = [
@@ -119,6 +120,34 @@ def tensors(
   ]
   if missing:
     raise ValueError(f"model_type {model_type!r} has no tensor for {', '.join(missing)}")
+  return found
+
+
+def _further(
+  spec: DecoderSpec, sizes: Mapping[str, int], model_type: str, in_layers: Mapping[str, Row]
+) -> dict[str, Tensor]:
+  """Returns the tensors of layers that predict further tokens; arguments as of `tensors`."""
+  further = FAMILIES[model_type].names.further
+  if not spec.mtp_layers or further is None:
+    return {}
+  single = [name for name in further.rows if "{}" not in name]
+  if single and spec.mtp_layers > 1:
+    raise ValueError(
+      f"model_type {model_type!r} has one layer that predicts a further token ({single[0]}), and "
+      f"model.mtp_layers={spec.mtp_layers}"
+    )
+  rows = dict(further.rows)
+  for name, (dims, *ours) in in_layers.items():
+    block = further.block + name.removeprefix(LAYER)
+    rows[block] = (dims, *(MTP_LAYERS + one.removeprefix(LAYERS) for one in ours))
+  found = {}
+  for index in range(spec.mtp_layers):
+    number = index + spec.layers * further.behind
+    for name, row in rows.items():
+      each = range(spec.experts) if name.count("{}") > 1 else [()]
+      for expert in [(n,) if n != () else () for n in each]:
+        if one := _tensor(spec, sizes, name.format(number, *expert), row, (index, *expert)):
+          found[one.name] = one
   return found
 
 

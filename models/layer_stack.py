@@ -196,13 +196,15 @@ class Block(nnx.Module):
     return update_BRD if factor == 1.0 else scaled(update_BRD, factor)
 
 
-def stacked(spec: LayersSpec, rngs: nnx.Rngs, count: int, name: str) -> Block:
+def stacked(
+  spec: LayersSpec, rngs: nnx.Rngs, count: int, name: str, kind: type[Block] = Block
+) -> Block:
   """Returns `count` layers with their parameters stacked along the first dim."""
 
   @nnx.split_rngs(splits=count)
   @nnx.vmap(in_axes=0, out_axes=0)
   def stack(rngs: nnx.Rngs) -> Block:
-    return Block(spec, rngs=rngs, stack=name)
+    return kind(spec, rngs=rngs, stack=name)
 
   return stack(rngs)
 
@@ -212,8 +214,8 @@ def stacked(spec: LayersSpec, rngs: nnx.Rngs, count: int, name: str) -> Block:
 # The carry and what one layer is given -> the carry and what the layer returns.
 Step = Callable[[Any, Any], tuple[Any, Any]]
 # Letters of stacked layers: of all, or those with experts or attention; of dense ones beside
-# experts; of mixer layers.
-STACKS = ("L", "Z", "y")
+# experts; of mixer layers; of those that predict further tokens.
+STACKS = ("L", "Z", "y", "Y")
 # (beside, main, times): so many times, first so many layers of the stack beside the main one, dense
 # or mixer layers, and then so many of that.
 Group = tuple[int, int, int]

@@ -27,7 +27,8 @@ RESIDUAL = Residual(between="BRD", inside="BTD")
 # How the names of stacked layers begin. Where a decoder has sparse layers, its dense ones are a
 # stack of their own, and so are its mixer layers.
 LAYERS, DENSE_LAYERS, MIXER_LAYERS = "layers/", "dense_layers/", "mixer_layers/"
-STACKED = (LAYERS, DENSE_LAYERS, MIXER_LAYERS)
+MTP_LAYERS = "mtp_layers/"  # behind the last one, that predict further tokens
+STACKED = (LAYERS, DENSE_LAYERS, MIXER_LAYERS, MTP_LAYERS)
 EXPERTS = f"{LAYERS}experts"
 
 
@@ -289,6 +290,8 @@ class DecoderSpec(LayersSpec):
   mixer_value_head_size: int
   convolution_size: int
   mixer_step_limits: tuple[float, ...]
+  mtp_layers: int
+  mtp_weight: float
 
   trainable: tuple[str, ...]
   attention_kernel: str
@@ -330,6 +333,8 @@ class DecoderSpec(LayersSpec):
       "H": Dim("head", self.head_size),
       **self._latent_dims(),
       **self._mixer_dims(),
+      "Y": Dim("mtp_layers", self.mtp_layers),
+      "O": Dim("mtp_model", self.model_size if self.mtp_layers else 0),
       "V": Dim("vocabulary", self.padded_vocabulary),
       "P": Dim("positions", self.max_positions),
       "r": Dim("lora_rank", self.lora.rank),

@@ -33,6 +33,7 @@ from models.spec import (
   LORA_A,
   LORA_B,
   MIXER_LAYERS,
+  MTP_LAYERS,
   NO_MIXER,
   RESIDUAL,
   STACKED,
@@ -49,8 +50,10 @@ from runtime.extensions import kind_of_model, registered
 from runtime.layer_kinds import MIXER, layer_type, mixer_layers
 from runtime.suggest import most_similar
 
-with epy.lazy_imports():  # of experts, preferences, and losses of the vocabulary in chunks
-  from models import load_balance, preferences
+with (
+  epy.lazy_imports()
+):  # of experts, preferences, further tokens, and losses of the vocabulary in chunks
+  from models import load_balance, multi_token, preferences
   from partitioning.parallel import chunked_vocabulary
 
 
@@ -96,7 +99,8 @@ class TransformerSpec(DecoderSpec):
       found |= under("positions", added.dims(self))
     for stack, letter in zip(STACKED, STACKS, strict=True):
       if self.legend[letter].size:
-        found |= under(stack.removesuffix("/"), Block.dims(self, stack), letter)
+        kind = multi_token.FurtherToken if stack == MTP_LAYERS else Block
+        found |= under(stack.removesuffix("/"), kind.dims(self, stack), letter)
     found |= under("final_norm", NORMS[self.norm].dims(self))
     if not self.tied_embeddings:
       found["unembed/kernel"] = "DV"
@@ -168,7 +172,8 @@ class Transformer(nnx.Module):
     if added := POSITION_EMBEDDINGS[spec.positions]:
       self.positions = added(spec, rngs=rngs)
     counts = dict(zip(STACKED, spec.sizes("".join(STACKS)), strict=True))
-    self.sparse_layers = counts[LAYERS] + counts[MIXER_LAYERS]
+    further = counts.pop(MTP_LAYERS)
+    self.sparse_layers = counts[LAYERS] + counts[MIXER_LAYERS] + further
     self.layers = stacked(spec, rngs, counts.pop(LAYERS), LAYERS)
     # Beside them, under the name of their parameters, the dense ones of a mixture or the mixers.
     self.name_beside = next((name for name, count in counts.items() if count), "")
@@ -179,6 +184,8 @@ class Transformer(nnx.Module):
     self.final_norm = NORMS[spec.norm]("final_norm", spec)
     if not spec.tied_embeddings:
       self.unembed = Linear("unembed", spec, rngs=rngs)
+    if further:
+      self.mtp_layers = stacked(spec, rngs, further, MTP_LAYERS, multi_token.FurtherToken)
     self.divisor = spec.logits_divisor * spec.widths.ratio
 
   @property
@@ -218,7 +225,10 @@ class Transformer(nnx.Module):
     batch = self.ordered(batch)
     x_BRD, of_layers, counts = self.run_layers(self.enter(batch), batch, key)
     left = self.leave(x_BRD, batch, key)
-    return {**left, **of_layers, **counts, "loss": left["loss"] + of_layers.get("loss", 0.0)}
+    sums = {**left, **of_layers, **counts, "loss": left["loss"] + of_layers.get("loss", 0.0)}
+    if not self.spec.mtp_layers or key is None:
+      return sums
+    return multi_token.add_losses(self, x_BRD, batch, key, sums)
 
   # What a pipeline runs in different places: `ordered` on the complete batch, the three parts of a
   # forward pass on each microbatch, see `pipeline.Network`.
@@ -227,6 +237,8 @@ class Transformer(nnx.Module):
 
   def ordered(self, batch: Batch) -> Batch:
     """Returns a batch of `loss_sums` as the three parts take it."""
+    if self.spec.mtp_layers:
+      batch = multi_token.with_further_tokens(batch, self.spec.mtp_layers)
     return self._in_order(batch, documents=self.spec.separate_documents)
 
   def _in_order(self, batch: Batch, *, documents: bool) -> Batch:
@@ -270,9 +282,9 @@ class Transformer(nnx.Module):
     own = self._measured(metrics, logits_BTV, batch) if metrics else {}
     given = x_BRD, targets_BT
     if not self.spec.z_loss or key is None:
-      [losses_BT] = self._of_logits(*given, ("loss",), logits_BTV)
+      [losses_BT] = self.numbers_of(*given, ("loss",), logits_BTV)
       return {"loss": weighted_sum(losses_BT, weights_BT), **own}
-    losses_BT, normalizers_BT = self._of_logits(*given, ("loss", "normalizer"), logits_BTV)
+    losses_BT, normalizers_BT = self.numbers_of(*given, ("loss", "normalizer"), logits_BTV)
     # In training alone: an evaluation's loss is the cross-entropy. Source: arXiv:2204.02311, 5.
     z_loss = self.spec.z_loss * weighted_sum(normalizers_BT**2, weights_BT)
     return {"loss": weighted_sum(losses_BT, weights_BT) + z_loss, "z_loss": z_loss, **own}
@@ -319,7 +331,7 @@ class Transformer(nnx.Module):
     batch = self.ordered(batch)
     x_BRD, found = self.blocks(self.enter(batch), self.rows(batch, key), key)
     sums = load_balance.sums_of(found, batch["weights"], self.sparse_layers) if found else {}
-    return self._of_logits(x_BRD, batch["targets"], names), batch["weights"], sums
+    return self.numbers_of(x_BRD, batch["targets"], names), batch["weights"], sums
 
   def rows(self, batch: Batch, key: Key[Array, ""] | None = None) -> Rows:
     """Returns positions and documents of a batch of `ordered`.
@@ -339,12 +351,14 @@ class Transformer(nnx.Module):
     given = spec.context_attention, spec.attention_kernel, length, spec.heads, spec.kv_heads
     return split_sequence.fastest_way(*given, count=count, tensor=tensor)
 
-  def _of_logits(
+  def numbers_of(
     self,
     x_BRD: Float[Array, "B R D"],
     targets_BT: Int[Array, "B T"],
     names: tuple[str, ...],
     logits_BTV: Float[Array, "B T V"] | None = None,
+    *,
+    normed: bool = False,
   ) -> list[jax.Array]:
     """Returns numbers of each token; only one of `loss_chunks` has its logits in memory.
 
@@ -353,11 +367,13 @@ class Transformer(nnx.Module):
       targets_BT: the next tokens.
       names: of the numbers, see `losses.TokenNumbers`.
       logits_BTV: of `head`, where they are known.
+      normed: whether the residual has been normalized for the head.
     """
     numbers = TokenNumbers(names, self._finished)
     if self.spec.loss_chunks == 1:
-      return numbers.of_all(self.head(x_BRD) if logits_BTV is None else logits_BTV, targets_BT)
-    normed_BRD, kernel = self.final_norm(x_BRD), self._unembedding()
+      logits_BTV = self.head(x_BRD, normed=normed) if logits_BTV is None else logits_BTV
+      return numbers.of_all(logits_BTV, targets_BT)
+    normed_BRD, kernel = x_BRD if normed else self.final_norm(x_BRD), self._unembedding()
     given = normed_BRD, kernel, targets_BT, numbers, self.spec.loss_chunks, RESIDUAL
     return chunked_vocabulary.chunked_logits(*given)
 
@@ -409,9 +425,9 @@ class Transformer(nnx.Module):
       return x_BRD
     return self.positions(x_BRD, rows.positions_BT)
 
-  def head(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B T V"]:
+  def head(self, x_BRD: Float[Array, "B R D"], *, normed: bool = False) -> Float[Array, "B T V"]:
     """Returns the logits, as `__call__` does, of the residual after the last layer."""
-    normed_BRD = self.final_norm(x_BRD)
+    normed_BRD = x_BRD if normed else self.final_norm(x_BRD)
     [logits_BTV] = column_parallel(normed_BRD, [self._unembedding()], RESIDUAL)
     wide_BTV = constrain(logits_BTV.astype(wide_dtype(logits_BTV.dtype)), "BTV")
     logits_BTV = self._finished(wide_BTV, 0)
@@ -468,7 +484,7 @@ SPEC, build = TransformerSpec, Transformer
 _KERNELS = ("/kernel", f"/{LORA_A}", f"/{LORA_B}")
 _BELOW = (*STACKED, "embed/", "positions/")  # parameters whose gradient needs that of the layers
 # Parameters of which each token uses those of its own experts.
-_ROUTED = re.compile(f"({LAYERS}|{MIXER_LAYERS})experts/(gate|up|down)/.*")
+_ROUTED = re.compile(f"({LAYERS}|{MIXER_LAYERS}|{MTP_LAYERS})experts/(gate|up|down)/.*")
 
 
 def train_flops_per_example(spec: DecoderSpec, *, causal: bool = False) -> float:
@@ -495,12 +511,14 @@ def train_flops_per_example(spec: DecoderSpec, *, causal: bool = False) -> float
     if name == unembedding or name.endswith(_KERNELS):
       backward = into_layers if name.startswith(STACKED) else into_logits
       share = active_share(spec, name)
+      share *= 1 + spec.mtp_layers if name == unembedding else 1  # once for each further token
       total += (2 + 2 * backward + 2 * (name in trained)) * elements * share
   windows = [
     length if is_global(spec, layer) else min(length, spec.window)
     for layer in range(spec.layers)
     if layer_type(spec, layer) != MIXER
   ]
+  windows += windows[-1:] * spec.mtp_layers
   # With a window w, the first w tokens attend to fewer.
   seen = sum(one - one**2 / (2 * length) if causal else one for one in windows)
   passes = 3 if into_layers else 1

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.spec import EXPERTS
+from models.spec import LAYERS, MIXER_LAYERS, MTP_LAYERS
 from partitioning.dtypes import wide_dtype
 from partitioning.rules import named_leaves, nested
 from runtime.suggest import most_similar
@@ -19,7 +19,10 @@ _NEAR = 3  # names that a message suggests
 # are parameters, so that they are placed, saved, imported and exported as these are; but they have
 # no gradient, no optimizer state and no weight decay, and are not in the gradient norm.
 # Source: arXiv:2408.15664 (auxiliary-loss-free load balancing).
-ROUTER_BIAS = f"{EXPERTS}/router/correction"
+# Of each stack of layers that may have experts, in the order of their counts.
+ROUTER_BIASES = tuple(
+  f"{stack}experts/router/correction" for stack in (LAYERS, MIXER_LAYERS, MTP_LAYERS)
+)
 
 
 @jax.tree_util.register_dataclass
@@ -60,13 +63,13 @@ def trainable(patterns: Sequence[str], names: Sequence[str]) -> frozenset[str]:
     lines = lines or ["no parameter would be trained; ('*',) trains all"]
     raise ValueError("\n".join(f"training.trainable: {line}" for line in lines))
   found = frozenset(name for one in patterns for name in fnmatch.filter(names, one))
-  if found == {ROUTER_BIAS}:
+  if found <= {*ROUTER_BIASES}:
     raise ValueError(
-      f"training.trainable selects only {ROUTER_BIAS}, which no optimizer updates: it moves by "
-      f"training.router_bias_rate, also where it is not selected; select a parameter that has "
-      f"gradients, such as {EXPERTS}/router/kernel"
+      f"training.trainable selects only {', '.join(sorted(found))}, which no optimizer updates: it "
+      f"moves by training.router_bias_rate, also where it is not selected; select a parameter that "
+      f"has gradients, such as {LAYERS}experts/router/kernel"
     )
-  return found - {ROUTER_BIAS}
+  return found - {*ROUTER_BIASES}
 
 
 def stored(params: Any, trained: frozenset[str], spec: StepSpec) -> Any:
@@ -77,7 +80,7 @@ def stored(params: Any, trained: frozenset[str], spec: StepSpec) -> Any:
   wide_of = wide_dtype(jnp.dtype(spec.parameter_dtype))
 
   def dtype(name: str) -> Any:
-    if name == ROUTER_BIAS:
+    if name in ROUTER_BIASES:
       return wide_of
     return spec.parameter_dtype if name in trained else spec.frozen_dtype
 

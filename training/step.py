@@ -22,7 +22,7 @@ from training.gradients import Gradients
 from training.optimizers.build import gradient_point, make_optimizer
 from training.schedules import learning_rate_schedule
 from training.specs import Resolved, StepSpec
-from training.state import ROUTER_BIAS, State, merged, split, stored, trainable, wide
+from training.state import ROUTER_BIASES, State, merged, split, stored, trainable, wide
 from training.tasks import TASKS
 
 with epy.lazy_imports():  # of experts, several microbatches, state on the host or in bfloat16
@@ -117,7 +117,7 @@ class Program:
 
     The first are the trained ones and the routers' biases.
     """
-    return split(params, lambda name: name in self.trained or name == ROUTER_BIAS)
+    return split(params, lambda name: name in self.trained or name in ROUTER_BIASES)
 
   def module(self, params: Any, variables: Any = None) -> nnx.Module:
     """Returns the model of these; one without variables is merged from its parameters alone."""
@@ -358,10 +358,15 @@ def moved_router_bias(params: Any, means: Mapping[str, jax.Array], rate: float) 
     rate: by which they move; 0: they stay.
   """
   leaves = named_leaves(params)
-  if COUNTS not in means or not rate or ROUTER_BIAS not in leaves:
+  if COUNTS not in means or not rate:
     return params
-  moved = load_balance.updated_bias(leaves[ROUTER_BIAS], means[COUNTS], rate)
-  return nested({**leaves, ROUTER_BIAS: moved})
+  first = 0
+  for name in ROUTER_BIASES:
+    if name in leaves:
+      stop = first + leaves[name].shape[0]
+      leaves[name] = load_balance.updated_bias(leaves[name], means[COUNTS][first:stop], rate)
+      first = stop
+  return nested(leaves)
 
 
 def as_metrics(means: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

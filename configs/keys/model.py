@@ -217,6 +217,20 @@ DECODER: Rows = {
   "mixer_step_limits": Key(
     (), "the smallest and the largest step of Mamba-2; (): any", needs="model.mixer=mamba2"
   ),
+  "mtp_layers": Key(
+    0,
+    "Layers behind the last that predict further tokens, in training alone, with the weight "
+    "training.mtp_weight (multi-token prediction, DeepSeek-V3)",
+    unit="layers",
+    least=0,
+    needs=ROTARY,
+    excludes={
+      "model.base_width": "muP has no rule for layers that predict further tokens",
+      "training.matmul_dtype": "8-bit matmuls are not for layers that predict further tokens",
+      "mesh.stage": "the last stage would have more layers than the others",
+      "task=dpo": "its loss is of pairs of rows",
+    },
+  ),
   "norm": Key("rms", "rms or layer", choices=("rms", "layer"), registry="norm"),
   "norm_epsilon": Key(1e-06, "added to the variance", above=0),
   "norm_scale_from_one": Key(False, "the stored scale is added to one (Gemma)"),

@@ -52,6 +52,15 @@ _EXPERT_LOSSES: Rows = {
   ),
 }
 
+_FURTHER: Rows = {
+  "mtp_weight": Key(
+    0.3,
+    "weight in the loss of the mean over the layers of model.mtp_layers",
+    above=0,
+    needs="model.mtp_layers",
+  ),
+}
+
 _BAD_STEPS: Rows = {
   "bad_step_deviations": Key(
     0.0,
@@ -205,6 +214,7 @@ TRAINING: Rows = {
     needs=EXPERTS,
     off="tiles",
   ),
+  **_FURTHER,
   **shared(_EXPERT_LOSSES, least=0, excludes=_OF_PAIRS),
   "z_loss": Key(
     0.0,

@@ -48,6 +48,8 @@ _TRANSFORMER: dict[str, tuple[Axes, Axes]] = {
   "convolution": ((), ()),
   "convolution_tail": (None, ()),
   "mixer_layers": ((), None),
+  "mtp_layers": ((), None),
+  "mtp_model": ((), ()),
   "vocabulary": (("tensor",), ("tensor",)),
   "positions": ((), ()),
   "lora_rank": ((), ()),

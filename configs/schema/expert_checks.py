@@ -60,11 +60,6 @@ def layer_errors(model: ConfigDict) -> Iterator[str]:
       f"layers have no experts; beside mixers all have, or none: set model.dense_layers=0, "
       f"model.sparse_every=1 and model.mlp_only_layers=(), or model.experts=0"
     )
-  elif model.mixer != "none" and model.router_correction:
-    yield (
-      f"model.mixer={model.mixer!r}: no bias of model.router_correction is moved in layers with "
-      f"mixers; set it to False"
-    )
   elif not sparse_layers(model):
     yield (
       f"model.layers={model.layers} with model.dense_layers={model.dense_layers}, "

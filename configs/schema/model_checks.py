@@ -241,6 +241,11 @@ def decoder_errors(model: ConfigDict, data: ConfigDict) -> Iterator[str]:
       f"model.max_positions={model.max_positions}: model.positions='rotary' learns none; leave it "
       f"out, or set model.positions=learned"
     )
+  if model.mtp_layers > 0 and length <= model.mtp_layers:
+    yield (
+      f"data.sequence_length={length}: no row has a target for the last of "
+      f"model.mtp_layers={model.mtp_layers}, which is as many tokens further; make rows longer"
+    )
   if model.window > length and "folder" not in model:  # a folder's model has the window it has
     yield (
       f"model.window={model.window} is beyond data.sequence_length={length}: no token would see "

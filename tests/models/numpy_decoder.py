@@ -18,8 +18,25 @@ def logits(config, arrays, tokens_T, segments_T=None):
     tokens_T: ids.
     segments_T: the document of each; None: all are one. Obeyed with model.separate_documents.
   """
+  model, weights = config.model, in_float64(arrays)
+  x_TD, _, _ = residual(config, weights, tokens_T, segments_T)
+  return head(model, weights, norm(model, weights, "final_norm", x_TD))
+
+
+def in_float64(arrays):
+  """Returns name -> array."""
+  return {name: np.asarray(array, np.float64) for name, array in arrays.items()}
+
+
+def head(model, weights, x_TD):
+  """Returns the logits of the normalized residual."""
+  kernel_DV = weights["embed/table"].T if model.tied_embeddings else weights["unembed/kernel"]
+  return capped((x_TD @ kernel_DV)[:, : model.vocabulary_size], model.logits_soft_cap)
+
+
+def residual(config, weights, tokens_T, segments_T):
+  """Returns the residual after the last layer; which slots each sees in its document; positions."""
   model = config.model
-  weights = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
   numbers_T = np.zeros_like(tokens_T)
   if model.separate_documents and segments_T is not None:
     numbers_T = np.asarray(segments_T)
@@ -57,9 +74,41 @@ def logits(config, arrays, tokens_T, segments_T=None):
     x_TD = x_TD + after(model, layer, "attention_post_norm", read_TD)
     update_TD = mlp(model, layer, norm(model, layer, "mlp_norm", x_TD))
     x_TD = x_TD + after(model, layer, "mlp_post_norm", update_TD)
-  x_TD = norm(model, weights, "final_norm", x_TD)
-  kernel_DV = weights["embed/table"].T if model.tied_embeddings else weights["unembed/kernel"]
-  return capped((x_TD @ kernel_DV)[:, : model.vocabulary_size], model.logits_soft_cap)
+  return x_TD, seen_TS, positions_T
+
+
+def loss_of_further_tokens(config, arrays, batch):
+  """Returns the sum over depths and tokens of weighted cross-entropies, in nats.
+
+  Layer n reads h[t] and the embedding of token t + n, and predicts token t + n + 1, if that is in
+  the document of token t + 1 (arXiv:2412.19437, equations 21 to 25). Of full attention.
+  """
+  model, weights, total = config.model, in_float64(arrays), 0.0
+  rows = zip(*(batch[x] for x in ("tokens", "targets", "weights", "segments")), strict=True)
+  for tokens_T, targets_T, weights_T, segments_T in rows:
+    x_TD, seen_TS, positions_T = residual(config, weights, tokens_T, segments_T)
+    x_TD = norm(model, weights, "final_norm", x_TD)
+    length = len(tokens_T)
+    for number in range(model.mtp_layers):
+      start = "mtp_layers/"
+      layer = {k.removeprefix(start): x[number] for k, x in weights.items() if k.startswith(start)}
+      # Token t + n is the target of slot t + n - 1; what the last slots read has no influence.
+      later = targets_T[np.minimum(np.arange(length) + number, length - 1)]
+      one_TD = norm(model, layer, "embedding_norm", weights["embed/table"][later])
+      two_TD = norm(model, layer, "hidden_norm", x_TD)
+      x_TD = one_TD @ layer["from_embedding/kernel"] + two_TD @ layer["from_hidden/kernel"]
+      normed_TD = norm(model, layer, "attention_norm", x_TD)
+      x_TD = x_TD + attention(
+        model, layer, normed_TD, seen_TS, positions_T, sees_all=True, length=length
+      )
+      x_TD = x_TD + mlp(model, layer, norm(model, layer, "mlp_norm", x_TD))
+      x_TD = norm(model, layer, "out_norm", x_TD)
+      shares_TV = softmax(head(model, weights, x_TD))
+      for t in range(length - number - 1):
+        last = t + number + 1  # the slot whose target it is
+        if segments_T[last] == segments_T[t]:
+          total -= np.log(shares_TV[t, targets_T[last]]) * weights_T[last]
+  return total
 
 
 def loss(config, arrays, tokens_BT, targets_BT, weights_BT, segments_BT):

@@ -34,6 +34,7 @@ QWEN = {
   "model.query_key_norm": True,
   "model.rotary_size": 4,
   "training.balance_loss": 0.01,
+  "model.mtp_layers": 1,
 }
 _ALL = {"mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2}
 _RING, _GATHER = ({"model.context_attention": kind} for kind in ("ring", "gather"))

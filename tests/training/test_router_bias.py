@@ -13,8 +13,9 @@ from tests.training.checkpointing.states import moved
 from training import step as training_step
 from training.base_parameters import ParameterReader
 from training.restore import trained_part
-from training.state import ROUTER_BIAS
+from training.state import ROUTER_BIASES
 
+ROUTER_BIAS = ROUTER_BIASES[0]
 KEYS = {
   "model.experts": 4,
   "model.router_correction": True,

@@ -15,7 +15,11 @@ EXPERTS = {"model.experts": 4, "model.dense_layers": 1, "model.shared_feedforwar
 
 @pytest.mark.parametrize("recipe", ["lm", "mlp"])
 def test_the_axis_tables_hold_the_dims_that_the_model_has_and_no_other(recipe):
-  keys = [EVERY_DIM, LATENTS, EXPERTS, DELTA, CONVOLUTION] if recipe == "lm" else [{}]
+  keys = (
+    [EVERY_DIM, LATENTS, EXPERTS, DELTA, CONVOLUTION, {"model.mtp_layers": 1}]
+    if recipe == "lm"
+    else [{}]
+  )
   jobs = [make_job("single", recipe, **one) for one in keys]
   job = jobs[0]
   tables = axis_tables.AXIS_TABLES[job.config.model.name]
