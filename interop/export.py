@@ -33,6 +33,7 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from interop import hf_config, hf_folder, name_maps, peft_adapter, read_weights, safetensors_file
+from interop.hf_families import FAMILIES
 from interop.hf_folder import CONFIG
 from interop.hf_parts import UNSCALED, named_scaling
 from interop.safetensors_file import WeightFile, write_file
@@ -309,7 +310,7 @@ def model_config(
   found = {**ids, **written, **kept}
   if hf_config.read(found, CONFIG) != hf_config.read(written, CONFIG):
     found |= written  # something was overridden since
-  further = hf_config.FAMILIES[written["model_type"]].names.further
+  further = FAMILIES[written["model_type"]].names.further
   if further and ours["mtp_layers"]:
     found[further.key] = ours["mtp_layers"]
   # 4.57 reads torch_dtype, 5 reads dtype.
