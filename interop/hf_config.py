@@ -135,7 +135,7 @@ SHAPES = (
   *("attention_gate", "shared_gate"),
   "tied_embeddings",
   *("attention", "latent_size", "query_latent_size", "value_head_size"),
-  *("mixer", "layer_types", "convolution_size", *MIXER),
+  *("mixer", "layer_types", "convolution_size", "mixer_norm", *MIXER),
   *("experts", "expert_feedforward_size", "shared_feedforward_size", "dense_layers"),
   *("sparse_every", "mlp_only_layers", "router_bias", "router_correction", "expert_biases"),
 )
@@ -167,7 +167,7 @@ FORM = {
   "layer_types": OrNull([TEXT]),
   **dict.fromkeys(("no_rope_layers", "mlp_only_layers", "full_attn_idxs"), OrNull([COUNT])),
   "attn_layer_indices": OrNull([COUNT]),
-  "time_step_limit": OrNull([forms.ANY]),
+  **dict.fromkeys(("time_step_limit", "ssm_multipliers", "mlp_multipliers"), OrNull([forms.ANY])),
   "n_shared_experts": OrNull(forms.whole(0)),
   "original_max_position_embeddings": OrNull(SIZE),
 }
@@ -339,6 +339,7 @@ def canonical(ours: Ours) -> dict[str, Any]:
   layer_types = types_of(found)
   if not any(one.startswith("sliding") for one in layer_types):
     found["window"] = 0
+  found["multipliers"] = tuple(sorted(pair for pair in found["multipliers"] if pair[1] != 1))
   found.update(layer_types=layer_types, global_every=0, biases=",".join(bias_names(found)))
   one, two = ([found[f"{of}rotary_{key}"] for key in ("base", "scaling")] for of in ("", "local_"))
   if not found["window"] or not found["local_rotary_base"] or same_value(one, two):

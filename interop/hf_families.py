@@ -347,6 +347,7 @@ BAMBA = Names(
 )
 del BAMBA.rows["model.norm.weight"]
 
+FALCON_H1 = Names({**BAMBA.rows, **hf_mamba.tensors(f"{LAYER}mamba.", "layers/mixer/")})
 GRANITE_HYBRID = Names(
   {
     **ENDS,
@@ -778,6 +779,27 @@ FAMILIES: dict[str, Family] = {
       **_MAMBA,
     ),
     (*_PLAIN, _MLP_BIASES, rope(partial=0.5), hf_mamba.BAMBA, *hf_mamba.PLAIN),
+    ignored=hf_mamba.IGNORED,
+  ),
+  "falcon_h1": Family(
+    *("FalconH1ForCausalLM", FALCON_H1),
+    _defaults(
+      *(4096, 14_336, 32, 32, 8, 128_000, 8192, 1e-5),
+      **{**_MAMBA, "mamba_d_ssm": 1024, "lm_head_multiplier": 1.0, "embedding_multiplier": 1.0},
+      **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), 1.0),
+      **dict.fromkeys(("key_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"), 1.0),
+      mamba_rms_norm=False,
+      mamba_norm_before_gate=True,
+    ),
+    (
+      *(*_PLAIN, rope(100_000.0), number("embedding_multiplier", "embedding_multiplier")),
+      field(
+        *("lm_head_multiplier", "logits_divisor", forms.ABOVE_0),
+        read=lambda factor: 1 / factor,
+        write=lambda divisor: 1 / divisor,
+      ),
+      *(*hf_mamba.FALCON, *hf_mamba.PLAIN),
+    ),
     ignored=hf_mamba.IGNORED,
   ),
   "mixtral": Family(

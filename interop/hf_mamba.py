@@ -3,16 +3,16 @@
 from typing import Any
 
 from interop.hf_parts import FULL, Ours, Part, Theirs, only, short, types_of, value_of
-from runtime.layer_kinds import MIXER
+from runtime import forms
+from runtime.layer_kinds import MIXER, WITH_MIXER
 
 MAMBA = "mamba2"  # model.mixer
 
 # ------------------------------ tensors ------------------------------
 
 
-def tensors(start: str) -> dict[str, tuple[str, ...]]:
-  """Returns the rows of a mixer whose names begin so; see `hf_families`."""
-  ours = "layers/attention/"
+def tensors(start: str, ours: str = "layers/attention/") -> dict[str, tuple[str, ...]]:
+  """Returns the rows of a mixer whose names begin so, there and here; see `hf_families`."""
   channels = [f"{ours}{name}_taps" for name in ("value", "key", "query")]
   return {
     f"{start}in_proj.weight": (
@@ -31,7 +31,7 @@ def tensors(start: str) -> dict[str, tuple[str, ...]]:
 
 # ------------------------------ config.json ------------------------------
 
-_LIMITS = "time_step_limit"
+_LIMITS, _EXPAND = "time_step_limit", "mamba_expand"
 # Their keys -> ours.
 _SIZES = {
   "mamba_n_heads": "mixer_heads",
@@ -54,13 +54,16 @@ def _limits(theirs: Theirs) -> tuple[float, ...]:
 
 
 def _read(theirs: Theirs) -> dict[str, Any]:
-  width, heads = value_of(theirs, "mamba_expand") * value_of(theirs, "hidden_size"), "mamba_n_heads"
+  """Returns the sizes; Falcon-H1 names the width of all heads."""
+  width, heads = theirs.get("mamba_d_ssm"), "mamba_n_heads"
+  if width is None:
+    width = value_of(theirs, _EXPAND) * value_of(theirs, "hidden_size")
   if theirs.get("mamba_d_head") in (None, "auto"):
     theirs = {**theirs, "mamba_d_head": width // value_of(theirs, heads)}
   if value_of(theirs, "mamba_d_head") * value_of(theirs, heads) != width:
     raise ValueError(
       f"mamba_d_head={theirs['mamba_d_head']}, {heads}={theirs[heads]}: their product would be "
-      f"mamba_expand * hidden_size = {width}"
+      f"mamba_d_ssm, or mamba_expand * hidden_size: {width}"
     )
   sizes = {ours: value_of(theirs, key) for key, ours in _SIZES.items()}
   return {"mixer": MAMBA, **sizes, "mixer_step_limits": _limits(theirs)}
@@ -71,7 +74,7 @@ def _write(model: Ours) -> dict[str, Any]:
   limits = [*model["mixer_step_limits"]]
   return {
     **{key: model[ours] for key, ours in _SIZES.items()},
-    "mamba_expand": width / size if width % size else width // size,  # a fraction is not read
+    _EXPAND: width / size if width % size else width // size,  # a fraction is not read
     **({_LIMITS: limits} if limits else {}),
   }
 
@@ -89,7 +92,7 @@ def _of_mixers(part: Part, layers: Part) -> Part:
   return Part((*layers.keys, *part.keys), read, write)
 
 
-_MIXER = Part((*_SIZES, "mamba_expand", _LIMITS), _read, _write)
+_MIXER = Part((*_SIZES, _EXPAND, _LIMITS), _read, _write)
 # `mamba_chunk_size` is a matter of rounding.
 PLAIN = (only("mamba_conv_bias", True), only("mamba_proj_bias", False))
 IGNORED = ("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")
@@ -140,3 +143,66 @@ def _write_granite(model: Ours) -> dict[str, Any]:
 
 
 GRANITE = _of_mixers(_MIXER, Part(("layer_types", _POSITIONS), _read_granite, _write_granite))
+
+
+# ------------------------------ Falcon-H1 ------------------------------
+
+# Their keys -> ours in `model.multipliers`.
+_FACTORS = {
+  "ssm_in_multiplier": "mixer",
+  "ssm_out_multiplier": "mixer/out",
+  "attention_in_multiplier": "attention",
+  "key_multiplier": "attention/key",
+  "attention_out_multiplier": "attention/out",
+}
+# Those that are lists; of the mixer's projections in the order in which they are joined.
+_LISTS = {
+  "ssm_multipliers": tuple(f"mixer/{name}" for name in ("gate", "value", "key", "query", "decay")),
+  "mlp_multipliers": ("mlp/gate", "mlp/down"),
+}
+
+
+def _read_factors(theirs: Theirs) -> dict[str, Any]:
+  found = {ours: value_of(theirs, key, forms.ABOVE_0) for key, ours in _FACTORS.items()}
+  for key, names in _LISTS.items():
+    given = [1.0] * len(names) if theirs.get(key) is None else theirs[key]
+    if len(given) != len(names) or not all(map(forms.ABOVE_0.fits, given)):
+      raise ValueError(f"{key}={short(given)}: {len(names)} numbers above 0 are needed")
+    found |= zip(names, given, strict=True)
+  return {"multipliers": tuple((name, float(one)) for name, one in found.items() if one != 1)}
+
+
+def _write_factors(model: Ours) -> dict[str, Any]:
+  ours = dict(model["multipliers"])
+  lists = {key: [ours.get(name, 1.0) for name in names] for key, names in _LISTS.items()}
+  return {**lists, **{key: ours.get(name, 1.0) for key, name in _FACTORS.items()}}
+
+
+_NORMS = ("mamba_rms_norm", "mamba_norm_before_gate")
+
+
+def _read_norm(theirs: Theirs) -> dict[str, Any]:
+  normed, before = (value_of(theirs, key, forms.FLAG) for key in _NORMS)
+  return {"mixer_norm": ("before_gate" if before else "after_gate") if normed else "none"}
+
+
+def _write_norm(model: Ours) -> dict[str, Any]:
+  norm = model["mixer_norm"]
+  return dict(zip(_NORMS, (norm != "none", norm == "before_gate"), strict=True))
+
+
+def _write_width(model: Ours) -> dict[str, Any]:
+  found = {key: one for key, one in _write(model).items() if key != _EXPAND}
+  return {**found, "mamba_d_ssm": model["mixer_heads"] * model["mixer_value_head_size"]}
+
+
+FALCON = (
+  Part(
+    (*_MIXER.keys, "mamba_d_ssm"),
+    lambda theirs: {"layer_types": (WITH_MIXER,), **_read(theirs)},
+    _write_width,
+  ),
+  Part(_NORMS, _read_norm, _write_norm),
+  Part((*_FACTORS, *_LISTS), _read_factors, _write_factors),
+  only("projectors_bias", False),
+)

@@ -109,6 +109,8 @@ class Block(nnx.Module):
     if spec.pre_norms:
       self.attention_norm = norm(f"{stack}attention_norm", spec)
     self.attention = attention_class(spec, stack)(spec, rngs=rngs, name=f"{stack}attention")
+    if spec.with_mixers:
+      self.mixer = attention_class(spec, MIXER_LAYERS)(spec, rngs=rngs, name=f"{stack}mixer")
     if spec.pre_norms:
       self.mlp_norm = norm(f"{stack}mlp_norm", spec)
     self.sparse = spec.experts > 0 and stack != DENSE_LAYERS
@@ -132,12 +134,19 @@ class Block(nnx.Module):
     else:
       feedforward = under("mlp", MLPS[spec.mlp].dims(spec))
     attention = under("attention", attention_class(spec, stack).dims(spec))
+    if spec.with_mixers:
+      attention |= under("mixer", attention_class(spec, MIXER_LAYERS).dims(spec))
     norm = NORMS[spec.norm].dims(spec)
     found = {}
     for part, rows in (("attention", attention), ("mlp", feedforward)):
       found |= under(f"{part}_norm", norm) if spec.pre_norms else {}
       found |= rows | (under(f"{part}_post_norm", norm) if spec.post_norms else {})
     return found
+
+  @property
+  def cached(self) -> tuple[str, ...]:
+    """Returns the names of the arrays of the layer's cache."""
+    return self.attention.cached + (self.mixer.cached if self.spec.with_mixers else ())
 
   def __call__(
     self,
@@ -169,6 +178,10 @@ class Block(nnx.Module):
     if spec.pre_norms:
       normed_BRD = named(self.attention_norm(x_BRD), "attention_input")
     update_BRD, cache = self.attention(normed_BRD, layer, rows, cache, keys[2])
+    if spec.with_mixers:
+      key = None if keys[2] is None else jax.random.fold_in(keys[2], 1)
+      more_BRD, cache = self.mixer(normed_BRD, layer, rows, cache, key)
+      update_BRD = update_BRD + more_BRD
     update_BRD = named(update_BRD, "attention_update")
     if spec.post_norms:
       update_BRD = self.attention_post_norm(update_BRD)
@@ -474,7 +487,7 @@ def _extended(
   def layer(block, carry, inputs):
     x_BRD, cache = carry
     one, number = inputs
-    of_layer = cache_layer(cache, number, block.attention.cached)
+    of_layer = cache_layer(cache, number, block.cached)
     x_BRD, new, _ = block(x_BRD, one, None, rows, of_layer)
     return (x_BRD, set_cache_layer(cache, number, new)), None
 

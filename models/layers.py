@@ -454,6 +454,7 @@ class Linear(nnx.Module):
     self.kernel = nnx.Param(jax.random.normal(key, shape, dtype) * deviation)
     if self.bias_letters:
       self.bias = nnx.Param(jnp.zeros(spec.sizes(self.bias_letters), dtype))
+    self.multiplier = spec.multiplier(name)
     self.in_8_bits = spec.in_8_bits(f"{name}/kernel")
     self.matmul_dtype = spec.matmul_dtype
     self.delayed = self.in_8_bits and spec.matmul_scaling == "delayed"
@@ -471,7 +472,8 @@ class Linear(nnx.Module):
 
   def effective_kernel(self) -> Array:
     """Returns the kernel that activations are multiplied by, in the dtype of the parameters."""
-    return self.kernel[...]
+    kernel = self.kernel[...]
+    return kernel if self.multiplier == 1.0 else scaled(kernel, self.multiplier)
 
   def eight_bit(self) -> EightBit | None:
     """Returns how to multiply by the kernel in 8 bits; None where it is in the compute dtype."""
@@ -485,7 +487,8 @@ class Linear(nnx.Module):
     if not self.adapter_letters:
       return None
     a = self.lora_a[...]
-    return LowRank(*self.adapter_letters, scaled(a, self.adapter_scale), self.lora_b[...])
+    a = scaled(a, self.adapter_scale * self.multiplier)
+    return LowRank(*self.adapter_letters, a, self.lora_b[...])
 
   def add_bias(self, x: Array) -> Array:
     """Returns x plus the bias, if there is one.

@@ -21,7 +21,7 @@ from models.spec import DecoderSpec
 from partitioning.constraints import constrain
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel.split_sequence import RING, devices_along
-from runtime.layer_kinds import MIXER, layer_type
+from runtime.layer_kinds import MIXER, WITH_MIXER, layer_type
 
 
 def rotary_frequencies(
@@ -278,6 +278,7 @@ def layer_pattern(spec: DecoderSpec) -> LayerPattern:
   local = (spec.local_rotary_base, spec.local_rotary_scaling)
   local = local if spec.local_rotary_base else every
   kinds = {"full": every, "sliding": local, "full_unrotated": None, "sliding_unrotated": None}
+  kinds[WITH_MIXER] = every
   # Mixers read none: no table of their own.
   kinds[MIXER] = next((kinds[one] for one in types if one != MIXER), None)
   rotaries = tuple(kinds[one] for one in types) if spec.positions == "rotary" else ()

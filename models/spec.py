@@ -20,7 +20,15 @@ from partitioning.dtypes import wide_dtype
 from partitioning.parallel.sharded_function import Residual
 from partitioning.rules import Dim
 from runtime.extensions import registered_names
-from runtime.layer_kinds import BIASES, MIXER, beside_sparse, is_sparse, layer_type, mixer_layers
+from runtime.layer_kinds import (
+  BIASES,
+  MIXER,
+  beside_sparse,
+  is_sparse,
+  layer_type,
+  mixer_layers,
+  mixers_beside,
+)
 
 # The residual stream of layers, between blocks and inside.
 RESIDUAL = Residual(between="BRD", inside="BTD")
@@ -153,6 +161,11 @@ class ModelSpec(abc.ABC):
     """Returns whether a linear layer, such as `layers/mlp/up`, has an adapter."""
     return self.lora.rank > 0 and bool(self.optional_letters(f"{layer}/{LORA_A}"))
 
+  def multiplier(self, layer: str) -> float:
+    """Returns the factor of the output of a linear layer, such as `layers/mlp/up`."""
+    del layer
+    return 1.0
+
   def sizes(self, letters: str) -> tuple[int, ...]:
     """Returns the shape of a parameter with these letters."""
     return tuple(self.legend[letter].size for letter in letters)
@@ -209,6 +222,11 @@ class LayersSpec(ModelSpec):
   def out_scale(self) -> float:
     """Returns the factor of the deviation of kernels that write the residual, as in GPT-2."""
     return (2 * self.layers) ** -0.5
+
+  @property
+  def with_mixers(self) -> bool:
+    """Returns whether all layers have a mixer beside attention, which decoders may have."""
+    return False
 
   def has_bias(self, name: str) -> bool:
     """Returns whether a linear layer, one of LINEARS, has a bias if it is there."""
@@ -292,6 +310,8 @@ class DecoderSpec(LayersSpec):
   mixer_step_limits: tuple[float, ...]
   mtp_layers: int
   mtp_weight: float
+  mixer_norm: str
+  multipliers: tuple[tuple[str, float], ...]
 
   trainable: tuple[str, ...]
   attention_kernel: str
@@ -344,6 +364,20 @@ class DecoderSpec(LayersSpec):
       "M": Dim("expert_feedforward", experts and self.expert_feedforward_size),
       "W": Dim("shared_feedforward", self.shared_feedforward_size),
     }
+
+  def multiplier(self, layer: str) -> float:
+    """Returns the factor of the output of a linear layer, by `model.multipliers`."""
+    factors, name = dict(self.multipliers), layer.partition("/")[2]
+    if not factors or not layer.startswith(STACKED):
+      return 1.0
+    # What is linear: a factor of an input is one of the output.
+    reads = self.letters_of(f"{layer}/kernel").startswith(RESIDUAL.width)
+    return factors.get(name, 1.0) * (factors.get(name.rpartition("/")[0], 1.0) if reads else 1.0)
+
+  @property
+  def with_mixers(self) -> bool:
+    """Returns whether all layers have a mixer beside attention."""
+    return mixers_beside(self) > 0
 
   @property
   def padded_vocabulary(self) -> int:

@@ -47,8 +47,8 @@ def flops(spec: DecoderSpec) -> int:
 class Mamba2(nnx.Module):
   """Mamba-2: its B are keys, its C queries, its x values. Source: arXiv:2405.21060, section 7.
 
-  As the models of Bamba, Granite 4 and Nemotron-H have it: the output is gated before its norm,
-  which is one of the channels of each of the G groups.
+  The norm of the output is one of the channels of each of the G groups; that of Bamba, Granite 4
+  and Nemotron-H comes behind the gate.
   """
 
   cached = "states", "query_tails", "key_tails", "value_tails"
@@ -67,14 +67,16 @@ class Mamba2(nnx.Module):
       setattr(self, f"{one}_taps_bias", nnx.Param(zeros))
     self.log_factor, self.step_bias = draw_decays(spec, rngs, LEAST_DECAY)
     self.skip = nnx.Param(jnp.ones(spec.sizes("A"), spec.parameter_dtype))
-    self.norm = Norm(f"{name}/norm", spec)
+    self.order, self.epsilon = spec.mixer_norm, spec.norm_epsilon
+    if self.order != "none":
+      self.norm = Norm(f"{name}/norm", spec)
     self.out = linear(f"{name}/out", scale=spec.out_scale)
     self.adapter_dropout = spec.lora.dropout
 
   @staticmethod
   def dims(spec: DecoderSpec) -> dict[str, str]:
     """Returns parameter -> letters."""
-    del spec
+    norm = {} if spec.mixer_norm == "none" else {"norm/scale": "Au"}
     return {
       "(query|key)/kernel": "DGh",
       "(value|gate)/kernel": "DAu",
@@ -84,7 +86,7 @@ class Mamba2(nnx.Module):
       "(query_taps_bias|key_taps_bias)": "Gh",
       "value_taps_bias": "Au",
       "(log_factor|step_bias|skip)": "A",
-      "norm/scale": "Au",
+      **norm,
       "out/kernel": "AuD",
     }
 
@@ -110,7 +112,7 @@ class Mamba2(nnx.Module):
     )
     out_BTAu, cache = self._mixed((q, k, v), self._gates(step, rows), rows, cache)
     out_BTAu = named(out_BTAu, ATTENTION_OUTPUT)
-    gated = constrain(self._normed(out_BTAu, gate).astype(self.dtype), "BTAu")
+    gated = constrain(self._gated(out_BTAu, gate).astype(self.dtype), "BTAu")
     inputs = dropped(key=keys[1], letters="BTAu", shape=gated.shape)
     return row_parallel(gated, self.out, RESIDUAL, inputs), cache
 
@@ -173,15 +175,23 @@ class Mamba2(nnx.Module):
     out, *new = (constrain(x, one) for x, one in zip(found, ("BTAu", *of_cache), strict=True))
     return out, cache | dict(zip(self.cached, new, strict=True))
 
-  def _normed(self, x_BTAu: Array, gate_BTAu: Array) -> Float[Array, "B T A u"]:
-    """Returns what is gated, of root mean square 1 in each group of heads, times the scale."""
-    wide, groups = wide_dtype(self.dtype), self.groups
-    x_BTAu = x_BTAu.astype(wide) * jax.nn.silu(gate_BTAu.astype(wide))
+  def _gated(self, x_BTAu: Array, gate_BTAu: Array) -> Float[Array, "B T A u"]:
+    """Returns the output, gated before its norm, after it, or without one."""
+    wide = wide_dtype(self.dtype)
+    x_BTAu, gate_BTAu = x_BTAu.astype(wide), jax.nn.silu(gate_BTAu.astype(wide))
+    if self.order == "before_gate":
+      return self._normed(x_BTAu) * gate_BTAu
+    gated_BTAu = x_BTAu * gate_BTAu
+    return gated_BTAu if self.order == "none" else self._normed(gated_BTAu)
+
+  def _normed(self, x_BTAu: Float[Array, "B T A u"]) -> Float[Array, "B T A u"]:
+    """Returns x, of root mean square 1 in each group of heads, times the scale."""
+    groups = self.groups
     mean_BTA = jnp.mean(x_BTAu * x_BTAu, axis=-1)
     mean_BTG = jnp.mean(mean_BTA.reshape(*mean_BTA.shape[:2], groups, -1), axis=-1)
     mean_BTA = constrain(jnp.repeat(mean_BTG, mean_BTA.shape[2] // groups, axis=2), "BTA")
-    scale_Au = constrain(self.norm.scale[...], "Au").astype(wide)
-    return x_BTAu * jax.lax.rsqrt(mean_BTA + self.norm.epsilon)[..., None] * scale_Au[None, None]
+    scale_Au = constrain(self.norm.scale[...], "Au").astype(x_BTAu.dtype)
+    return x_BTAu * jax.lax.rsqrt(mean_BTA + self.epsilon)[..., None] * scale_Au[None, None]
 
 
 # ------------------------------ lightning attention ------------------------------

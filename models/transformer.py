@@ -47,7 +47,7 @@ from partitioning.parallel import split_sequence
 from partitioning.parallel.matmuls import column_parallel
 from partitioning.rules import Dim
 from runtime.extensions import kind_of_model, registered
-from runtime.layer_kinds import MIXER, layer_type, mixer_layers
+from runtime.layer_kinds import MIXER, layer_type, mixer_layers, mixers_beside
 from runtime.suggest import most_similar
 
 with (
@@ -101,10 +101,26 @@ class TransformerSpec(DecoderSpec):
       if self.legend[letter].size:
         kind = multi_token.FurtherToken if stack == MTP_LAYERS else Block
         found |= under(stack.removesuffix("/"), kind.dims(self, stack), letter)
+    self._check_multipliers(found)
     found |= under("final_norm", NORMS[self.norm].dims(self))
     if not self.tied_embeddings:
       found["unembed/kernel"] = "DV"
     return found | self._adapters(found)
+
+  def _check_multipliers(self, rows: Mapping[str, str]) -> None:
+    """Raises ValueError with the names in `model.multipliers` that no linear layer has."""
+    kernels = [
+      name.partition("/")[2].removesuffix("/kernel")
+      for row in rows
+      if row.startswith(STACKED) and row.endswith("/kernel") and "/experts/" not in row
+      for name in expanded(row)
+    ]
+    known = dict.fromkeys([*kernels, *(name.rpartition("/")[0] for name in kernels)])
+    if unknown := [name for name, _ in self.multipliers if name not in known]:
+      raise ValueError(
+        f"model.multipliers: {', '.join(unknown)}: nothing has this name; known are "
+        f"{', '.join(filter(None, known))}"
+      )
 
   def _adapters(self, rows: Mapping[str, str]) -> dict[str, str]:
     """Returns name -> letters of the adapters of stacked layers with these rows.
@@ -462,14 +478,14 @@ def empty_cache(spec: TransformerSpec, rows: int, slots: int) -> Cache:
     slots: S, the most tokens that a row can have.
   """
   mixers = mixer_layers(spec)
-  given = {"L": spec.layers - mixers, "B": rows, "S": slots}
+  given = {"L": spec.layers - mixers, "y": mixers or spec.layers, "B": rows, "S": slots}
 
   def empty(letters: str, dtype: jnp.dtype) -> jax.Array:
     shape = (given[x] if x in given else spec.legend[x].size for x in letters)
     return jnp.zeros((*shape,), dtype)
 
   names = attention_class(spec).cached
-  if mixers:
+  if spec.mixer != NO_MIXER:
     names += attention_class(spec, MIXER_LAYERS).cached
   narrow, wide = spec.compute_dtype, wide_dtype(spec.compute_dtype)
   arrays = {name: empty(CACHE[name], wide if name == STATES else narrow) for name in names}
@@ -523,7 +539,7 @@ def train_flops_per_example(spec: DecoderSpec, *, causal: bool = False) -> float
   seen = sum(one - one**2 / (2 * length) if causal else one for one in windows)
   passes = 3 if into_layers else 1
   attention = 2 * passes * spec.heads * (spec.head_size + spec.value_head_size)
-  if mixers := mixer_layers(spec):
+  if mixers := mixer_layers(spec) + mixers_beside(spec):
     total += passes * mixers * attention_class(spec, MIXER_LAYERS).flops(spec)
   return float(length) * (total + attention * seen)
 

@@ -1,12 +1,13 @@
 """Of which kind each layer of a decoder is: sparse or dense, with a window or without; its biases.
 
 A sparse layer has a mixture of experts in place of a dense MLP, a mixer layer has a recurrence or a
-convolution in place of attention.
+convolution in place of attention, or beside it.
 """
 
 from typing import Any
 
-MIXER = "mixer"  # in `model.layer_types`
+# In `model.layer_types`: a mixer in place of attention, or beside it.
+MIXER, WITH_MIXER = "mixer", "full_with_mixer"
 # Values of `model.biases` that stand for several linear layers. GPT-2's `all` has no gate.
 BIASES = {
   "none": (),
@@ -54,3 +55,8 @@ def beside_sparse(model: Any) -> int:
 def mixer_layers(model: Any) -> int:
   """Returns the number of mixer layers, which are a stack of their own."""
   return sum(layer_type(model, layer) == MIXER for layer in range(model.layers))
+
+
+def mixers_beside(model: Any) -> int:
+  """Returns the number of layers with a mixer beside attention: all of a decoder, or none."""
+  return sum(layer_type(model, layer) == WITH_MIXER for layer in range(model.layers))

@@ -190,8 +190,9 @@ DECODER: Rows = {
   "layer_types": Key(
     (),
     "Instead of global_every: the type of each layer, full or sliding (it has the window), "
-    "full_unrotated or sliding_unrotated (without RoPE), or mixer (model.mixer in place of "
-    'attention); repeated where there are more layers: ("sliding", "sliding", "full")',
+    "full_unrotated or sliding_unrotated (without RoPE), mixer (model.mixer in place of "
+    "attention) or full_with_mixer (side by side, in all layers); repeated where there are more "
+    'layers: ("sliding", "sliding", "full")',
     excludes={"model.global_every": "both say which layers see a window"},
   ),
   "mixer": Key(
@@ -230,6 +231,12 @@ DECODER: Rows = {
       "mesh.stage": "the last stage would have more layers than the others",
       "task=dpo": "its loss is of pairs of rows",
     },
+  ),
+  "mixer_norm": Key(
+    "after_gate",
+    "of Mamba-2's output: after_gate, before_gate, or none (Falcon-H1)",
+    choices=("after_gate", "before_gate", "none"),
+    needs="model.mixer=mamba2",
   ),
   "norm": Key("rms", "rms or layer", choices=("rms", "layer"), registry="norm"),
   "norm_epsilon": Key(1e-06, "added to the variance", above=0),
@@ -308,6 +315,15 @@ DECODER: Rows = {
   "embedding_multiplier": Key(1.0, "factor of the embeddings (Granite)", above=0),
   "residual_multiplier": Key(
     1.0, "factor of what attention and MLP add to the residual (Granite)", above=0
+  ),
+  "multipliers": Key(
+    (),
+    "Factors by name, of the output of a linear layer, or of the input of attention, mixer or mlp "
+    '(Falcon-H1): (("mixer", 1.2), ("attention/key", 0.5), ("mlp/down", 0.7))',
+    excludes={
+      "model.biases": "factors are of kernels",
+      "training.matmul_dtype": "kernels are multiplied in 8 bits without factors",
+    },
   ),
   "logits_divisor": Key(
     1.0,

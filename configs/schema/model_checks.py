@@ -8,7 +8,8 @@ from ml_collections import ConfigDict
 from configs.keys.model import DECODER
 from configs.schema.data_checks import parts
 from runtime.extensions import kind_of_model
-from runtime.layer_kinds import MIXER, layer_type
+from runtime.forms import ABOVE_0
+from runtime.layer_kinds import MIXER, WITH_MIXER, layer_type
 from runtime.suggest import nearest
 
 with epy.lazy_imports():  # of experts and latent attention, and of a model folder
@@ -133,11 +134,14 @@ def mixer_errors(model: ConfigDict, data: ConfigDict, sizes: Mapping[str, int]) 
   """Yields what does not go with layers that have a mixer in place of attention."""
   types = tuple(model.layer_types)
   if model.mixer == "none":
-    if MIXER in types:
+    if {MIXER, WITH_MIXER} & {*types}:
       yield f"model.layer_types={types}: model.mixer is 'none'; set it, such as to gated_delta"
     return
   kinds = [layer_type(model, layer) for layer in range(max(0, model.layers))]
-  if MIXER not in kinds or {*kinds} == {MIXER}:
+  if WITH_MIXER in kinds:
+    if {*kinds} != {WITH_MIXER}:
+      yield f"model.layer_types={types}: all layers are of the type {WITH_MIXER}, or none is"
+  elif MIXER not in kinds or {*kinds} == {MIXER}:
     every = "no layer is" if MIXER not in kinds else "all layers are"
     yield (
       f"model.mixer={model.mixer!r}: {every} of the type mixer; a decoder with mixers also has "
@@ -201,7 +205,7 @@ def listed(values: Iterable[object]) -> str:
 # Of `model.biases`: one of the first, or a list of the others.
 BIASES = DECODER["biases"].usual
 LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
-LAYER_TYPES = ("full", "sliding", "full_unrotated", "sliding_unrotated", MIXER)
+LAYER_TYPES = ("full", "sliding", "full_unrotated", "sliding_unrotated", MIXER, WITH_MIXER)
 # Kinds of `model.rotary_scaling` -> the numbers that each needs, and those that it may have.
 ROTARY_SCALINGS = {
   "linear": (("factor",), ()),
@@ -253,6 +257,7 @@ def decoder_errors(model: ConfigDict, data: ConfigDict) -> Iterator[str]:
     )
   yield from _layer_types(model)
   yield from _biases(model)
+  yield from _multipliers(model)
   if not model.pre_norms and not model.post_norms:
     yield "model.pre_norms=False: layers without any norm do not train; set model.post_norms=True"
   for key in ("rotary_scaling", "local_rotary_scaling"):
@@ -320,6 +325,16 @@ def _biases(model: ConfigDict) -> Iterator[str]:
       )
   if "gate" in parts and not model.gated:
     yield f"model.biases={model.biases!r}: with model.gated=False there is no gate"
+
+
+def _multipliers(model: ConfigDict) -> Iterator[str]:
+  for one in model.multipliers:
+    pair = isinstance(one, tuple | list) and len(one) == 2 and isinstance(one[0], str)
+    if not pair or not ABOVE_0.fits(one[1]):
+      yield (
+        f"model.multipliers: {one!r}: the name of a linear layer and a number above 0 are needed, "
+        f"such as ('attention/key', 0.5)"
+      )
 
 
 def _layer_types(model: ConfigDict) -> Iterator[str]:

@@ -295,7 +295,7 @@ GRANITE_4 = {**LLAMA, "model_type": "granitemoehybrid", "mamba_n_heads": 8, "num
 REFUSED = [
   (GRANITE_4, {"num_local_experts": 8}, "num_local_experts=8: only 0 is read"),
   (GRANITE_4, {"layer_types": ["mamba", "conv"]}, "for each of the 2 layers is needed"),
-  (BAMBA, {"mamba_d_head": 9}, "would be mamba_expand * hidden_size"),
+  (BAMBA, {"mamba_d_head": 9}, "or mamba_expand * hidden_size: 32"),
   (BAMBA, {"mamba_conv_bias": False}, "mamba_conv_bias=False: only True is read"),
   (BAMBA, {"time_step_limit": [0.5]}, "the smallest and the largest step are needed"),
   (BAMBA, {"partial_rotary_factor": 1.0}, "partial_rotary_factor=1.0: it is 0.5"),

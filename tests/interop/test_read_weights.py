@@ -28,6 +28,7 @@ MESHES = {
   "bamba": "dp4_tp2",
   "deepseek_v2": "fsdp8",
   "deepseek_v3": "single",
+  "falcon_h1": "dp2_fsdp2_tp2",
   "gemma": "dp8",
   "gemma2": "fsdp8",
   "gemma3": "dp4_tp2",

@@ -103,6 +103,18 @@ FOLDERS = {
     },
     "float32",
   ),
+  "falcon_h1": (
+    "falcon_h1",
+    {
+      **{"mamba_d_ssm": 24, "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 5},
+      **{"head_dim": 6, "mamba_rms_norm": True, "key_multiplier": 0.7, "lm_head_multiplier": 0.4},
+      **{"attention_in_multiplier": 0.8, "attention_out_multiplier": 0.9},
+      **{"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.6, "embedding_multiplier": 2.0},
+      **{"ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9], "mlp_multipliers": [0.9, 0.7]},
+      "rope": (1000.0, {}),
+    },
+    "float32",
+  ),
   "granitemoehybrid": (
     "granitemoehybrid",
     {

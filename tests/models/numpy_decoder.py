@@ -5,6 +5,7 @@ keys of the config. One row of tokens at a time, without batches, meshes, scans 
 """
 
 import math
+import re
 
 import numpy as np
 
@@ -36,7 +37,12 @@ def head(model, weights, x_TD):
 
 def residual(config, weights, tokens_T, segments_T):
   """Returns the residual after the last layer; which slots each sees in its document; positions."""
-  model = config.model
+  model, weights = config.model, dict(weights)
+  for part, factor in model.multipliers:
+    for name in weights:
+      inputs = re.fullmatch(rf"[a-z_]*layers/{part}/(?!out)\w+/kernel", name)
+      if inputs or re.fullmatch(rf"[a-z_]*layers/{part}/kernel", name):
+        weights[name] = weights[name] * factor
   numbers_T = np.zeros_like(tokens_T)
   if model.separate_documents and segments_T is not None:
     numbers_T = np.asarray(segments_T)
@@ -71,6 +77,11 @@ def residual(config, weights, tokens_T, segments_T):
     if mixes:
       of_layer["number"] = number
     read_TD = attend(model, layer, normed_TD, seen_TS, positions_T, **of_layer)
+    if types[number] == "full_with_mixer":
+      beside = {
+        name.replace("mixer/", "attention/"): x for name, x in layer.items() if "mixer/" in name
+      }
+      read_TD = read_TD + MIXERS[model.mixer](model, beside, normed_TD, seen_TS, positions_T)
     x_TD = x_TD + after(model, layer, "attention_post_norm", read_TD)
     update_TD = mlp(model, layer, norm(model, layer, "mlp_norm", x_TD))
     x_TD = x_TD + after(model, layer, "mlp_post_norm", update_TD)
@@ -381,12 +392,14 @@ def mamba2(model, layer, x_TD, seen_TS, positions_T, **_):
     given = q[:, a // of_group], k[:, a // of_group], v[:, a], log_decay_TA[:, a], steps_TA[:, a]
     state = np.zeros((k.shape[2], v.shape[2]))
     out[:, a] = recurrence(*given, state, delta=False)[0] + layer["attention/skip"][a] * v[:, a]
-  gated = out * silu(np.tensordot(x_TD, layer["attention/gate/kernel"], 1))
+  gate = silu(np.tensordot(x_TD, layer["attention/gate/kernel"], 1))
+  before = model.mixer_norm == "before_gate"
+  gated = out if before else out * gate
   for g in range(k.shape[1]):
     group = gated[:, g * of_group : (g + 1) * of_group]
     mean = (group * group).mean((1, 2), keepdims=True)
     gated[:, g * of_group : (g + 1) * of_group] = group / np.sqrt(mean + model.norm_epsilon)
-  gated = gated * layer["attention/norm/scale"]
+  gated = gated * layer["attention/norm/scale"] * (gate if before else 1)
   return np.tensordot(gated, layer["attention/out/kernel"], 2)
 
 

@@ -14,7 +14,17 @@ from tests.helpers.jobs import first_state, host_batch, make_job
 from tests.models import numpy_decoder
 from tests.models.test_transformer import assert_pieces_give_what_the_whole_gives
 from tests.parity.comparison import assert_equal, train
-from tests.parity.mixers import CONVOLUTION, DELTA, EACH, LIGHTNING, MAMBA, MESHES, OFTEN, QWEN
+from tests.parity.mixers import (
+  BESIDE,
+  CONVOLUTION,
+  DELTA,
+  EACH,
+  LIGHTNING,
+  MAMBA,
+  MESHES,
+  OFTEN,
+  QWEN,
+)
 from tests.parity.variants import MUON as LARGE_STEPS
 
 FLOAT64 = {
@@ -137,7 +147,13 @@ def test_memory_of_the_gradient_is_linear_in_the_tokens():
 # ------------------------------ a hybrid decoder ------------------------------
 
 
-HYBRIDS = {"delta": DELTA, "mamba": MAMBA, "lightning": LIGHTNING, "convolution": CONVOLUTION}
+HYBRIDS = {
+  "delta": DELTA,
+  "mamba": MAMBA,
+  "lightning": LIGHTNING,
+  "beside": BESIDE,
+  "convolution": CONVOLUTION,
+}
 
 
 @pytest.mark.parametrize("keys", HYBRIDS.values(), ids=HYBRIDS)
@@ -172,7 +188,7 @@ def test_the_loss_is_numpys_and_documents_have_no_influence_on_others(keys):
   ("mesh", "keys"),
   [
     ({}, QWEN),
-    ({}, MAMBA),
+    ({}, BESIDE),
     pytest.param({"mesh.data": 2, "mesh.tensor": 4}, MAMBA, marks=pytest.mark.long),
     pytest.param({"mesh.fsdp": 4, "mesh.tensor": 2}, CONVOLUTION, marks=pytest.mark.long),
     pytest.param({"mesh.data": 4, "mesh.tensor": 2}, LIGHTNING, marks=pytest.mark.long),
@@ -226,6 +242,12 @@ def test_muon_on_a_mesh_gives_what_one_device_gives():
     ({**DELTA, "model.mixer_key_heads": 5}, "is not a multiple of model.mixer_key_heads=5"),
     ({**MAMBA, "model.mixer_step_limits": (1.0, 0.1)}, "two numbers, the smaller first"),
     ({**QWEN, "model.dense_layers": 1}, "1 of 4 layers have no experts"),
+    (
+      {**BESIDE, "model.layer_types": ("full", "full_with_mixer")},
+      "all layers are of the type",
+    ),
+    ({**BESIDE, "model.multipliers": (("mlp/dwon", 2.0),)}, "mlp/dwon: nothing has this name"),
+    ({**DELTA, "model.multipliers": (("mlp/down", 0.0),)}, "a number above 0 are needed"),
     ({**DELTA, "mesh.stage": 2}, "the stages of a pipeline are alike; set mesh.stage=1"),
     ({**DELTA, "model.convolution_size": 9, "mesh.context": 4}, "needs 8 of them"),
   ],

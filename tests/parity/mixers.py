@@ -20,6 +20,18 @@ MAMBA = {
   "model.mixer_key_heads": 2,  # which `tensor` divides, or of which it gives a device one
   "model.mixer_step_limits": (0.02, 0.7),
 }
+BESIDE = {
+  **MAMBA,
+  "model.layers": 2,
+  "model.layer_types": ("full_with_mixer",),
+  "model.mixer_norm": "before_gate",
+  "model.multipliers": (
+    ("mixer", 1.2),
+    ("attention/key", 0.5),
+    ("mixer/out", 0.7),
+    ("mlp/down", 2),
+  ),
+}
 LIGHTNING = {**DELTA, "model.mixer": "lightning"}
 CONVOLUTION = {**TYPES, "model.mixer": "short_convolution", "model.convolution_size": 3}
 # As in Qwen3-Next: experts in all layers, gates of attention and of the shared expert.
@@ -58,6 +70,7 @@ EACH = {
   "delta": {**DELTA, "optimizer.learning_rate": 0.005},
   "mamba": MAMBA,
   "lightning": LIGHTNING,
+  "beside": BESIDE,
   "convolution": {**CONVOLUTION, **ADAPTERS, "lora.dropout": 0.3},
 }
 # The others in `make test-long`.
