@@ -12,7 +12,7 @@ from typing import Any
 
 from configs.keys.model import DECODER, MIXER
 from configs.keys.row import Unset
-from interop.hf_families import FAMILIES, Family
+from interop.hf_families import FAMILIES, NOT_READ, Family
 from interop.hf_parts import (
   Ours,
   Theirs,
@@ -140,9 +140,13 @@ SHAPES = (
   *("sparse_every", "mlp_only_layers", "router_bias", "router_correction", "expert_biases"),
 )
 
-# model_type of a model with images -> (the key with its decoder's config, that one's model_type).
+# model_type of a model with images -> (the key with its decoder's config, that one's model_type
+# where it names none).
 TEXT_PARTS = {
   "gemma3": ("text_config", "gemma3_text"),
+  "gemma4": ("text_config", "gemma4_text"),
+  "llama4": ("text_config", "llama4_text"),
+  "mistral3": ("text_config", "mistral"),  # where it does not name ministral3 or mistral4
   "qwen3_5": ("text_config", "qwen3_5_text"),
   "qwen3_5_moe": ("text_config", "qwen3_5_moe_text"),
 }
@@ -165,7 +169,9 @@ FORM = {
   **dict.fromkeys(("scoring_func", "topk_method"), _TEXTS),
   **dict.fromkeys(("rope_scaling", "rope_parameters"), _ROPES),
   "layer_types": OrNull([TEXT]),
-  **dict.fromkeys(("no_rope_layers", "mlp_only_layers", "full_attn_idxs"), OrNull([COUNT])),
+  **dict.fromkeys(
+    ("no_rope_layers", "mlp_only_layers", "moe_layers", "full_attn_idxs"), OrNull([COUNT])
+  ),
   "attn_layer_indices": OrNull([COUNT]),
   **dict.fromkeys(("time_step_limit", "ssm_multipliers", "mlp_multipliers"), OrNull([forms.ANY])),
   "n_shared_experts": OrNull(forms.whole(0)),
@@ -207,6 +213,10 @@ def read(theirs: Any, where: str) -> Described:
   if wrong := [*forms.wrong(theirs, FORM)]:
     raise _refusal(where, wrong)
   model_type = theirs.get("model_type")
+  if model_type in NOT_READ:
+    keys, why, instead = NOT_READ[model_type]
+    given = "".join(f", {key}={short(theirs[key])}" for key in keys if key in theirs)
+    raise ValueError(f"{where}: model_type {model_type!r}{given}: {why}; {instead}")
   if model_type not in FAMILIES:
     raise ValueError(_unknown_type(where, model_type))
   family = FAMILIES[model_type]
@@ -258,7 +268,7 @@ def text_part(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
     return theirs
   key, model_type = found
   outer = {name: theirs[name] for name in (*_OUTER, *ONLY) if name in theirs}
-  return {**outer, **theirs[key], "model_type": model_type}
+  return {"model_type": model_type, **outer, **theirs[key]}
 
 
 def decoder_config(content: bytes) -> bytes:
@@ -338,7 +348,7 @@ def canonical(ours: Ours) -> dict[str, Any]:
     found.update(value_head_size=None, latent_norm_epsilon=NEUTRAL["latent_norm_epsilon"])
   layer_types = types_of(found)
   if not any(one.startswith("sliding") for one in layer_types):
-    found["window"] = 0
+    found.update(window=0, window_chunks=False)
   found["multipliers"] = tuple(sorted(pair for pair in found["multipliers"] if pair[1] != 1))
   found.update(layer_types=layer_types, global_every=0, biases=",".join(bias_names(found)))
   one, two = ([found[f"{of}rotary_{key}"] for key in ("base", "scaling")] for of in ("", "local_"))

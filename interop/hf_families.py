@@ -157,20 +157,21 @@ FUSED = {
 LLAMA = Names({**ENDS, **NORMS, **ATTENTION, **MLP})
 OLMO_2 = Names({**ENDS, **ATTENTION, **POST_NORMS, **NORMS_ACROSS_HEADS, **MLP})
 GEMMA_2 = Names({**ENDS, **FOUR_NORMS, **ATTENTION, **MLP})
-# Also the decoder of a folder with images, as transformers 4 and 5 write it.
-GEMMA_3 = dataclasses.replace(
-  GEMMA_2,
-  inner={
+
+
+def _also_seeing(names: Names) -> Names:
+  """Returns names that are also of a folder with images, as transformers 4 and 5 write it."""
+  inner = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
-  },
-  unused=(
-    *GEMMA_2.unused,
-    *("vision_tower.*", "model.vision_tower.*"),
-    *("multi_modal_projector.*", "model.multi_modal_projector.*"),
-  ),
-)
+  }
+  seeing = ("vision_tower.*", "vision_model.*", "multi_modal_projector.*")
+  unused = (*names.unused, *seeing, *(f"model.{one}" for one in seeing))
+  return dataclasses.replace(names, inner=inner, unused=unused)
+
+
+MISTRAL, GEMMA_3 = _also_seeing(LLAMA), _also_seeing(GEMMA_2)
 
 
 def _gpt_2_rows() -> dict[str, Row]:
@@ -279,6 +280,30 @@ DEEPSEEK = Names(
   ),
 )
 GLM_4_MOE = dataclasses.replace(DEEPSEEK, rows={**ENDS, **NORMS, **ATTENTION, **DEEPSEEK_EXPERTS})
+_APART = {name: row for name, row in DEEPSEEK.rows.items() if name not in EXPERTS}
+MISTRAL_4 = _also_seeing(
+  dataclasses.replace(DEEPSEEK, rows={**_APART, **MERGED_EXPERTS}, others=(EXPERTS,), further=None)
+)
+# Kernels of experts are stored as they multiply, [in, out].
+LLAMA_4 = _also_seeing(
+  Names(
+    {
+      **{**ENDS, **NORMS, **ATTENTION},
+      **_rows(
+        f"{LAYER}feed_forward.",
+        ("gate_proj", "F D", "mlp/gate"),
+        ("up_proj", "F D", "mlp/up"),
+        ("down_proj", "D F", "mlp/down"),
+        ("shared_expert.gate_proj", "W D", "experts/shared/gate"),
+        ("shared_expert.up_proj", "W D", "experts/shared/up"),
+        ("shared_expert.down_proj", "D W", "experts/shared/down"),
+      ),
+      f"{LAYER}feed_forward.router.weight": ("e D", f"{_EXPERTS}/router/kernel"),
+      f"{LAYER}feed_forward.experts.gate_up_proj": ("E D M+M", *_GATE_UP),
+      f"{LAYER}feed_forward.experts.down_proj": ("E M D", f"{_EXPERTS}/down/kernel"),
+    }
+  )
+)
 # Kernels of experts are stored as they multiply, [in, out]; in MXFP4 as [out, in].
 GPT_OSS = Names(
   {
@@ -531,7 +556,8 @@ _DEEPSEEK = {
   "v_head_dim": 128,
 }
 # Norms of latent vectors have an epsilon of 1e-6, whatever the others have.
-_DEEPSEEK_PARTS = (*_STACK, *parts.LATENT, *_ENDS, _BIASES, _SILU, parts.LATENT_ROPE)
+_LATENT_PARTS = (*_STACK, *parts.LATENT, *_ENDS, _BIASES, _SILU)
+_DEEPSEEK_PARTS = (*_LATENT_PARTS, parts.LATENT_ROPE)
 _DEEPSEEK_EXPERTS = (
   field("n_routed_experts", "experts"),
   number("routed_scaling_factor", "router_scale"),
@@ -565,6 +591,15 @@ _LINEAR_IGNORED = (
   "num_nextn_predict_layers",
 )
 _OUTPUT_GATE = {"attn_output_gate": ((True, None), "attention of this family has a gate")}
+
+
+def _mistral_yarn(theta: float, factor: float, length: int) -> dict[str, Any]:
+  """Returns rope_parameters of a file of Mistral's newer models that says nothing of it."""
+  numbers = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+  found = {"rope_type": "yarn", "rope_theta": theta, "factor": factor, **numbers}
+  return {**found, "original_max_position_embeddings": length, "llama_4_scaling_beta": 0.1}
+
+
 _GPT_OSS_YARN = {
   "rope_type": "yarn",
   "factor": 32.0,
@@ -582,9 +617,17 @@ FAMILIES: dict[str, Family] = {
     (*_PLAIN, _MLP_BIASES, rope()),
   ),
   "mistral": Family(
-    *("MistralForCausalLM", LLAMA),
+    *("MistralForCausalLM", MISTRAL),
     _defaults(4096, 14_336, 32, 32, 8, 32_000, 131_072, 1e-6, sliding_window=4096),
     (*_PLAIN, parts.WINDOW, rope()),
+  ),
+  "ministral3": Family(
+    *("Ministral3ForCausalLM", MISTRAL),
+    _defaults(4096, 14_336, 34, 32, 8, 131_072, 262_144, 1e-5, head_dim=128),
+    (
+      *(*_PLAIN, parts.WINDOW),
+      parts.tempered(rope(), _mistral_yarn(1e6, 16.0, 16_384), lambda theirs: 1.0),
+    ),
   ),
   "qwen2": Family(
     *("Qwen2ForCausalLM", LLAMA),
@@ -969,6 +1012,68 @@ FAMILIES: dict[str, Family] = {
     ),
     ignored=_DEEPSEEK_IGNORED,
   ),
+  "mistral4": Family(
+    *("Mistral4ForCausalLM", MISTRAL_4),
+    _defaults(
+      *(4096, 12_288, 36, 32, None, 131_072, 1_048_576, 1e-6),
+      **{"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64},
+      **{"qk_rope_head_dim": 64, "v_head_dim": 128},
+      first_k_dense_replace=0,
+      n_routed_experts=128,
+      n_shared_experts=1,
+      num_experts_per_tok=4,
+      moe_intermediate_size=2048,
+      n_group=1,
+      topk_group=1,
+      norm_topk_prob=True,
+      routed_scaling_factor=1.0,
+      rope_interleave=True,
+    ),
+    (
+      *(*_LATENT_PARTS, parts.INTERLEAVE),
+      parts.tempered(
+        *(parts.LATENT_ROPE, _mistral_yarn(1e4, 128.0, 8192), parts.latent_rotary_share)
+      ),
+      parts.behind_dense_layers(
+        *(*_DEEPSEEK_EXPERTS, *parts.ROUTER_GROUPS, parts.ROUTER_NORMALIZED),
+        router_group_score="top2",
+      ),
+    ),
+    fixed={"attention": "latent"},
+    ignored=_DEEPSEEK_IGNORED,
+  ),
+  "llama4_text": Family(
+    *("Llama4ForCausalLM", LLAMA_4),
+    _defaults(
+      *(5120, 8192, 48, 40, 8, 202_048, 131_072, 1e-5),
+      head_dim=128,
+      intermediate_size_mlp=16_384,
+      interleave_moe_layer_step=1,
+      use_qk_norm=True,
+      no_rope_layer_interval=4,
+      attention_chunk_size=8192,
+      attn_temperature_tuning=True,
+      attn_scale=0.1,
+      floor_scale=8192,
+    ),
+    (
+      *(field("num_hidden_layers", "layers"), field("hidden_size", "model_size")),
+      *(field("num_attention_heads", "heads"), parts.KV_HEADS, parts.HEAD_SIZE, *_ENDS),
+      *(parts.SCALE, _SILU, _BIASES, rope(500_000.0), parts.LLAMA_4_LAYERS),
+      flag("use_qk_norm", "query_key_unit_norm"),
+      field("intermediate_size_mlp", "feedforward_size"),
+      *(parts.expert_count(16, "num_local_experts"), parts.LLAMA_4_EXPERTS),
+      parts.only("num_experts_per_tok", 1),
+    ),
+    fixed={
+      "rotary_pairs": "adjacent",
+      "experts_per_token": 1,
+      "router_scores": "sigmoid",
+      "router_normalized": False,
+      "router_scales_inputs": True,
+    },
+    ignored=(*_EXPERTS_IGNORED, "for_llm_compressor", "cache_implementation"),
+  ),
   "deepseek_v2": Family(
     *("DeepseekV2ForCausalLM", dataclasses.replace(DEEPSEEK, further=None)),
     _defaults(
@@ -991,5 +1096,24 @@ FAMILIES: dict[str, Family] = {
     ),
     fixed={"attention": "latent", "rotary_pairs": "adjacent"},
     ignored=_DEEPSEEK_IGNORED,
+  ),
+}
+
+# model_type that is not read -> keys that say so, why, and what to do.
+NOT_READ: dict[str, tuple[tuple[str, ...], str, str]] = {
+  "gemma4_text": (
+    (
+      *("head_dim", "global_head_dim", "attention_k_eq_v", "num_kv_shared_layers"),
+      *("hidden_size_per_layer_input", "enable_moe_block"),
+    ),
+    "layers with and without a window have heads of two sizes, and share keys, values and tables "
+    "of embeddings with others in ways that no key of `model` says",
+    "take Gemma 3 (gemma3_text)",
+  ),
+  "deepseek_v32": (
+    ("index_topk", "index_n_heads", "index_head_dim"),
+    "a token attends to the index_topk keys that an indexer chooses, and there is none here",
+    "take DeepSeek-V3; in rows of at most index_topk tokens all keys are chosen, so there "
+    "model_type 'deepseek_v3' without the tensors self_attn.indexer.* gives the same logits",
   ),
 }

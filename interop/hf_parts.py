@@ -325,26 +325,77 @@ def alternating(every: int, *names: str) -> Part:
   return _windows(read, *names)
 
 
-def _read_smollm_3(theirs: Theirs) -> dict[str, Any]:
-  """SmolLM 3: layers without rotary positions, which may have a window."""
+def _rotated(theirs: Theirs) -> list[bool]:
+  """Returns whether each layer has rotary positions."""
   rotated, layers = theirs.get("no_rope_layers"), value_of(theirs, "num_hidden_layers")
   if rotated is None:
     every = value_of(theirs, "no_rope_layer_interval")
-    rotated = [int(layer % every != 0) for layer in range(1, layers + 1)]
+    return [layer % every != 0 for layer in range(1, layers + 1)]
   if len(rotated) != layers or not {*rotated} <= {0, 1}:
     raise ValueError(
       f"no_rope_layers={short(rotated)}: 0 or 1 for each of the {layers} layers is needed"
     )
-  found = _by_layer(theirs, [bool(one) for one in rotated])
+  return [bool(one) for one in rotated]
+
+
+def _with_unrotated(found: Ours, rotated: list[bool]) -> dict[str, Any]:
+  """Returns the keys of `_by_layer` where some layers have no rotary positions."""
   if all(rotated):
-    return found
-  types = types_of({**found, "layers": layers})
+    return {**found}
+  types = types_of({**found, "layers": len(rotated)})
   types = [one if rope else f"{one}_unrotated" for one, rope in zip(types, rotated, strict=True)]
   return {**found, "global_every": 0, "layer_types": tuple(types)}
 
 
+def _read_smollm_3(theirs: Theirs) -> dict[str, Any]:
+  """SmolLM 3: layers without rotary positions, which may have a window."""
+  rotated = _rotated(theirs)
+  return _with_unrotated(_by_layer(theirs, rotated), rotated)
+
+
 SMOLLM_3 = _windows(
   _read_smollm_3, "use_sliding_window", "no_rope_layers", "no_rope_layer_interval"
+)
+
+# ------------------------------ of Llama 4 ------------------------------
+
+_CHUNKED, _CHUNK = "chunked_attention", "attention_chunk_size"
+
+
+def _read_llama_4_layers(theirs: Theirs) -> dict[str, Any]:
+  """Returns which layers rotate, which see chunks, and how scores of the others grow."""
+  rotated = _rotated({**theirs, "no_rope_layers": theirs.get("no_rope_layers") or None})
+  kinds = theirs.get("layer_types") or [_CHUNKED if one else FULL for one in rotated]
+  if unknown := [kind for kind in kinds if kind not in (_CHUNKED, FULL)]:
+    raise ValueError(f"layer_types: {short(unknown[0])}: one of {_CHUNKED}, {FULL} is needed")
+  window = value_of(theirs, _CHUNK) if _CHUNKED in kinds else None
+  kinds = [SLIDING if kind == _CHUNKED else kind for kind in kinds]
+  found = _by_layer({**theirs, "layer_types": kinds, "sliding_window": window}, rotated)
+  found = {**_with_unrotated(found, rotated), "window_chunks": bool(window)}
+  if not all(rotated) and theirs.get("attn_temperature_tuning"):
+    strength = value_of(theirs, "attn_scale", forms.ABOVE_0)
+    found["attention_temperature"] = "unrotated", strength, value_of(theirs, "floor_scale")
+  return found
+
+
+def _write_llama_4_layers(model: Ours) -> dict[str, Any]:
+  found = _write_by_layer(model)
+  kinds = [_CHUNKED if kind == SLIDING else kind for kind in found["layer_types"]]
+  written = {"no_rope_layers": found["no_rope_layers"], "layer_types": kinds}
+  if model["window_chunks"]:
+    written[_CHUNK] = model["window"]
+  layers, *numbers = model["attention_temperature"] or ("",)
+  written["attn_temperature_tuning"] = layers == "unrotated"
+  return written | dict(zip(("attn_scale", "floor_scale"), numbers, strict=False))
+
+
+LLAMA_4_LAYERS = Part(
+  (
+    *("no_rope_layers", "no_rope_layer_interval", "layer_types", _CHUNK),
+    *("attn_temperature_tuning", "attn_scale", "floor_scale"),
+  ),
+  _read_llama_4_layers,
+  _write_llama_4_layers,
 )
 
 # ------------------------------ of LFM2 ------------------------------
@@ -727,11 +778,54 @@ def rope_by_layer(default: float, local_default: float, local_key: str = "") -> 
   return Part((*ROPE_KEYS, *filter(None, [local_key])), read, write)
 
 
+_STRENGTH = "llama_4_scaling_beta"
+
+
+def tempered(part: Part, unstated: Mapping[str, Any], share: Callable[[Theirs], float]) -> Part:
+  """Returns the part of rotary positions of Mistral's models, whose scores grow with the position.
+
+  Version 4.57 does not know these models.
+
+  Args:
+    part: of the positions.
+    unstated: rope_parameters of a file that says nothing of them.
+    share: the part of a head that is rotated.
+  """
+
+  def read(theirs: Theirs) -> dict[str, Any]:
+    given = {key: theirs.get(key) for key in ("rope_parameters", "rope_scaling")}
+    found = {key: dict(one) for key, one in given.items() if one}
+    found = found or {"rope_parameters": dict(unstated)}
+    for one in found.values():
+      strength, length = one.pop(_STRENGTH, None), one.get(ORIGINAL)
+      one.pop(LONGEST, None)
+      if one.get(_SHARE) == share(theirs):
+        del one[_SHARE]
+    for key, value in ((_STRENGTH, strength), (ORIGINAL, length)):
+      if not forms.ABOVE_0.fits(value):
+        raise ValueError(f"rope_parameters: {key}={short(value)}: a number above 0 is needed")
+    return {**part.read({**theirs, **found}), "attention_temperature": ("all", strength, length)}
+
+  def write(model: Ours) -> dict[str, Any]:
+    found = part.write(model)
+    _, strength, length = model["attention_temperature"] or ("all", None, None)
+    more = {_STRENGTH: strength, ORIGINAL: length}
+    found["rope_parameters"] = {**found["rope_parameters"], **more}
+    return {key: found[key] for key in found if key not in ("rope_scaling", "rope_theta")}
+
+  return Part(part.keys, read, write)
+
+
 # ------------------------------ multi-head latent attention ------------------------------
 
 
 def _latent_head_size(theirs: Theirs) -> int:
   return sum(value_of(theirs, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
+
+
+def latent_rotary_share(theirs: Theirs) -> float:
+  """Returns the part of a head that is rotated."""
+  return value_of(theirs, "qk_rope_head_dim") / _latent_head_size(theirs)
 
 
 def _read_latent_heads(theirs: Theirs) -> dict[str, Any]:
@@ -741,11 +835,11 @@ def _read_latent_heads(theirs: Theirs) -> dict[str, Any]:
       f"num_key_value_heads={short(theirs['num_key_value_heads'])}: each of the {heads} heads has "
       f"keys and values of its own"
     )
-  # Of a file that transformers has written: that of the rotated dims, and the sum.
-  for key, follows in (("head_dim", theirs["qk_rope_head_dim"]), ("qk_head_dim", size)):
-    if theirs.get(key) not in (None, follows):
+  # Of a file that transformers has written: that of the rotated dims, or the sum.
+  for key, *follows in (("head_dim", theirs["qk_rope_head_dim"], size), ("qk_head_dim", size)):
+    if theirs.get(key) not in (None, *follows):
       raise ValueError(
-        f"{key}={short(theirs[key])}: it would be {follows}, by qk_rope_head_dim and "
+        f"{key}={short(theirs[key])}: it would be {follows[0]}, by qk_rope_head_dim and "
         f"qk_nope_head_dim; delete it"
       )
   return {"heads": heads, "kv_heads": heads, "head_size": size}
@@ -873,6 +967,31 @@ def _write_sparse_layers(model: Ours) -> dict[str, Any]:
 
 
 SPARSE_LAYERS = Part((_STEP, _LISTED), _read_sparse_layers, _write_sparse_layers)
+
+_SPARSE, _INTERLEAVED = "moe_layers", "interleave_moe_layer_step"
+
+
+def _read_llama_4_experts(theirs: Theirs) -> dict[str, Any]:
+  """The experts and a shared one have the same width; layers with experts are listed."""
+  layers, listed = value_of(theirs, "num_hidden_layers"), theirs.get(_SPARSE)
+  if listed is None:
+    step = value_of(theirs, _INTERLEAVED)
+    listed = range(step - 1, layers, step)
+  if not (sparse := {*listed} & {*range(layers)}):
+    raise ValueError(f"{_SPARSE}={short([*listed])}: none of the {layers} layers has experts")
+  dense, width = {*range(layers)} - sparse, value_of(theirs, "intermediate_size")
+  widths = {"expert_feedforward_size": width, "shared_feedforward_size": width}
+  return {**widths, "mlp_only_layers": tuple(sorted(dense))}
+
+
+LLAMA_4_EXPERTS = Part(
+  ("intermediate_size", _SPARSE, _INTERLEAVED),
+  _read_llama_4_experts,
+  lambda model: {
+    "intermediate_size": model["expert_feedforward_size"],
+    _SPARSE: [layer for layer, sparse in enumerate(sparse_of(model)) if sparse],
+  },
+)
 
 # ------------------------------ mixtures of DeepSeek ------------------------------
 

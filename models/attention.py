@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from models.layers import Linear, Norm, adapter_dropout, named
+from models.layers import Linear, Norm, adapter_dropout, named, rms_norm
 from models.positions import Layer, Rows, apply_rope, layer_pattern
 from models.spec import RESIDUAL, DecoderSpec, LayersSpec
 from partitioning.constraints import axes_splitting, constrain, tie_to
@@ -251,6 +251,7 @@ class Attend:
     scale: of the scores.
     cap: of the scaled scores, see `soft_cap`.
     windows: the distinct windows of the layers.
+    chunked: windows do not slide: a token attends to its own chunk of as many.
     groups: query heads that a key/value head serves.
     value_head: the letter of the size of the values' heads.
   """
@@ -259,6 +260,7 @@ class Attend:
   scale: float
   cap: float
   windows: tuple[int | None, ...]
+  chunked: bool
   groups: int
   value_head: str
 
@@ -270,6 +272,7 @@ class Attend:
       scale=spec.attention_scale,
       cap=spec.attention_soft_cap,
       windows=layer_pattern(spec).kinds,
+      chunked=spec.window_chunks,
       groups=spec.heads // spec.kv_heads,
       value_head=value_head,
     )
@@ -304,7 +307,8 @@ class Attend:
     from partitioning.parallel.ring_attention import ring_attention
 
     output_BTNU = ring_attention(
-      *(q_BTNH, constrain(k_BSKH, KEYS), constrain(v_BSKU, values), rows.segments_BT),
+      *(q_BTNH, constrain(k_BSKH, KEYS), constrain(v_BSKU, values)),
+      self._documents(layer, rows, q_BTNH.shape[0]),
       layer.kind if self.kernel == "splash" else layer.window,
       blocks=self._blocks(q_BTNH),
       letters=(QUERIES, KEYS, values),
@@ -357,9 +361,13 @@ class Attend:
   ) -> Float[Array, "B T N U"]:
     """Returns the output, with keys and values all-gathered along the sequence."""
     k_BSKH, v_BSKU = constrain(k_BTKH, "BSKH"), constrain(v_BTKU, "BSK" + self.value_head)
-    segments = None
-    if rows.segments_BT is not None:
-      segments = rows.segments_BT, constrain(rows.segments_BT, "BS")
+    segments, segments_BT = None, self._documents(layer, rows, q_BTNH.shape[0])
+    if cached and segments_BT is not None:  # slots of a cache are positions in its one document
+      slots_S = jnp.arange(k_BSKH.shape[1], dtype=segments_BT.dtype)
+      segments_BS = jnp.broadcast_to(slots_S - slots_S % layer.window, k_BSKH.shape[:2])
+      segments = segments_BT, constrain(segments_BS, "BS")
+    elif segments_BT is not None:
+      segments = segments_BT, constrain(segments_BT, "BS")
     complete = not cached and not axes_splitting("T")
     slots_BT = None  # query t is in slot t
     if not (self.kernel == "splash" and complete):
@@ -384,6 +392,13 @@ class Attend:
     how = self._blocks(q_BTNH, complete=complete, cached=cached)
     given = {"kind": layer.kind, "sinks_N": sinks_N, "value_head": self.value_head}
     return fused_attention.attention(how, *arrays, slots_BT, segments, **given)
+
+  def _documents(self, layer: Layer, rows: Rows, batch: int) -> Int[Array, "B T"] | None:
+    """Returns the document of each token, or its chunk, to which attention is masked."""
+    if not self.chunked:
+      return rows.segments_BT
+    chunks_BT = rows.chunks(layer)
+    return constrain(jnp.broadcast_to(chunks_BT, (batch, chunks_BT.shape[1])), "BT")
 
   def _blocks(self, q_BTNH: Array, *, complete: bool = False, cached: bool = False) -> Any:
     """Returns `SplashBlocks`, or `Blocks` of all other kernels, with blocks of the device's sizes.
@@ -501,7 +516,9 @@ class GroupedQueryAttention(nnx.Module):
     if (table_2BTh := rows.rope(layer)) is not None:
       adjacent = spec.rotary_pairs == "adjacent"
       q_BTNH, k_BTKH = (apply_rope(x, table_2BTh, adjacent=adjacent) for x in (q_BTNH, k_BTKH))
-    q_BTNH = layer.scaled(q_BTNH)
+    if spec.query_key_unit_norm:
+      q_BTNH, k_BTKH = (self._unit_norm(x, layer) for x in (q_BTNH, k_BTKH))
+    q_BTNH = layer.scaled(q_BTNH, rows)
     if cache is not None:
       k_BTKH, v_BTKH = constrain(k_BTKH, "BSKH"), constrain(v_BTKH, "BSKH")
       cache = update_cache(cache, keys=k_BTKH, values=v_BTKH)
@@ -514,6 +531,11 @@ class GroupedQueryAttention(nnx.Module):
       output_BTNH = output_BTNH * jax.nn.sigmoid(gate[0])
     inputs = dropped(key=keys[1], letters=QUERIES, shape=output_BTNH.shape)
     return self.out.add_bias(row_parallel(output_BTNH, self.out, RESIDUAL, inputs)), cache
+
+  def _unit_norm(self, x: Float[Array, "B T N H"], layer: Layer) -> Float[Array, "B T N H"]:
+    """Returns heads of unit root mean square, in layers that rotate them; in others, the same."""
+    normed = rms_norm(x, jnp.ones(x.shape[-1:], x.dtype), epsilon=self.spec.norm_epsilon)
+    return normed if layer.rotated is None else jnp.where(layer.rotated, normed, x)
 
 
 class BidirectionalAttention(nnx.Module):

@@ -294,7 +294,7 @@ class Experts(nnx.Module):
     if self.has_shared_gate:
       drawn = jax.random.normal(rngs.params(), spec.sizes("D"), spec.parameter_dtype)
       self.shared_gate = nnx.Param(drawn * jnp.asarray(spec.deviation("D"), drawn.dtype))
-    self.choice = router_of(spec)
+    self.choice, self.scales_inputs = router_of(spec), spec.router_scales_inputs
     self.hidden = functools.partial(
       clamped_gate,
       activation=spec.activation,
@@ -337,7 +337,11 @@ class Experts(nnx.Module):
     """
     logits_BRe, routed = self.router(x_BRD, self.choice)
     activations.record("router", logits_BRe)
-    update_BRD, rounds, fullest = self._exchanged(x_BRD, routed.gates, routed.experts)
+    inputs_BRD, gates_BRk = x_BRD, routed.gates
+    if self.scales_inputs:  # of the one expert
+      inputs_BRD = (x_BRD * gates_BRk).astype(x_BRD.dtype)
+      gates_BRk = jnp.ones_like(gates_BRk)
+    update_BRD, rounds, fullest = self._exchanged(inputs_BRD, gates_BRk, routed.experts)
     if self.has_shared:
       shared_BRD = self.shared(x_BRD, None, rows.slots_BT[0])
       if self.has_shared_gate:

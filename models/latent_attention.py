@@ -98,7 +98,7 @@ class LatentAttention(nnx.Module):
     del key
     table_2BTh = rows.rope(layer)
     q_BTNH, latent_BRC, rotary_BRI = self._down(x_BRD)
-    q_BTNH = self._rotated_last(q_BTNH, table_2BTh)
+    q_BTNH = layer.scaled(self._rotated_last(q_BTNH, table_2BTh), rows)
     if cache is not None:
       rotary_BTI = self._rotated(rotary_BRI[:, :, None], table_2BTh)[:, :, 0]
       latent_BSC, rotary_BSI = constrain(latent_BRC, "BSC"), constrain(rotary_BTI, "BSI")

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from models.losses import Batch
 from models.spec import DecoderSpec
@@ -184,19 +184,26 @@ class Layer:
     rotary: int32, which of the rows' rope tables it uses; None: all layers use the same.
     scale: a factor of the scores; None: 1.
     decay: a factor of lightning attention's decays; None: there is none.
+    strength: by which scores grow with the query's position, see `Rows.steps_BT`; None: by none.
+    rotated: whether it rotates queries and keys; None: all layers do, or none.
   """
 
-  window: Int[Array, "*L"] | None
-  kind: Int[Array, "*L"] | None
-  rotary: Int[Array, "*L"] | None
-  scale: Float[Array, "*L"] | None
+  window: Int[Array, "*L"] | None = None
+  kind: Int[Array, "*L"] | None = None
+  rotary: Int[Array, "*L"] | None = None
+  scale: Float[Array, "*L"] | None = None
   decay: Float[Array, "*L"] | None = None
+  strength: Float[Array, "*L"] | None = None
+  rotated: Bool[Array, "*L"] | None = None
 
-  def scaled(self, q_BTNH: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-    """Returns the queries, times the layer's factor of the scores."""
-    if self.scale is None:
-      return q_BTNH
-    return (q_BTNH.astype(self.scale.dtype) * self.scale).astype(q_BTNH.dtype)
+  def scaled(self, q_BTNH: Float[Array, "B T N H"], rows: "Rows") -> Float[Array, "B T N H"]:
+    """Returns the queries, times the layer's factors of the scores."""
+    factors = [] if self.scale is None else [self.scale]
+    if self.strength is not None:
+      factors.append((1 + self.strength * rows.steps_BT)[:, :, None, None])
+    for factor in factors:
+      q_BTNH = (q_BTNH.astype(factor.dtype) * factor).astype(q_BTNH.dtype)
+    return q_BTNH
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +218,8 @@ class LayerPattern:
     row_length: tokens of a row in training, on which some kinds of scaling depend.
     scales: of each layer, a factor of its scores; () where all are 1.
     decays: of each layer, of `lightning_decays`; () of other mixers.
+    temperature: (layers, strength, length), see `model.attention_temperature`; () where there is
+      none.
     dtype: of the frequencies, scales and decays.
   """
 
@@ -220,6 +229,7 @@ class LayerPattern:
   row_length: int
   scales: tuple[float, ...]
   decays: tuple[float, ...]
+  temperature: tuple
   dtype: jnp.dtype
 
   @property
@@ -229,7 +239,7 @@ class LayerPattern:
 
   def stacked(self) -> Layer:
     """Returns the layers' numbers, stacked along L, as inputs of a scan over the layers."""
-    window = kind = rotary = scale = None
+    window = kind = rotary = scale = strength = rotated = None
     if self.windows:
       beyond = jnp.iinfo(jnp.int32).max  # longer than any text
       window = jnp.asarray([beyond if w is None else w for w in self.windows], jnp.int32)
@@ -240,7 +250,22 @@ class LayerPattern:
     if self.scales:
       scale = jnp.asarray(self.scales, self.dtype)
     decay = jnp.asarray(self.decays, self.dtype) if self.decays else None
-    return Layer(window, kind, rotary, scale, decay)
+    unrotated = [one is None for one in self.rotaries]
+    if any(unrotated):
+      rotated = jnp.logical_not(jnp.asarray(unrotated))
+    if self.temperature:
+      layers, every, _ = self.temperature
+      of_layers = [every if layers == "all" or one else 0.0 for one in unrotated]
+      strength = jnp.asarray(of_layers, self.dtype)
+    return Layer(window, kind, rotary, scale, decay, strength, rotated)
+
+  def temperature_steps(self, positions_BT: Int[Array, "#B T"]) -> Float[Array, "#B T"] | None:
+    """Returns ln(1 + floor(position / length)) of each token; None without a temperature."""
+    if not self.temperature:
+      return None
+    layers, _, length = self.temperature
+    position_BT = positions_BT + (0 if layers == "all" else 1)  # Llama 4 counts them from 1
+    return jnp.log1p((position_BT // length).astype(self.dtype))
 
   def rope_tables(self, positions_BT: Int[Array, "#B T"]) -> Float[Array, "X 2 #B T h"] | None:
     """Returns a rope table for each variant among the layers; None without rotary positions.
@@ -293,6 +318,7 @@ def layer_pattern(spec: DecoderSpec) -> LayerPattern:
     if spec.attention_scale_by_inverse_layer
     else (),
     decays=tuple(lightning_decays(spec.layers)) if spec.mixer == "lightning" else (),
+    temperature=tuple(spec.attention_temperature),
     dtype=wide_dtype(spec.compute_dtype),
   )
 
@@ -326,6 +352,7 @@ def positions(segments_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
   jax.tree_util.register_dataclass,
   data_fields=(
     *("slots_BT", "positions_BT", "rope_X2BTh", "segments_BT", "weights_BT", "counts_B"),
+    "steps_BT",
   ),
   meta_fields=("way",),
 )
@@ -343,6 +370,7 @@ class Rows:
       not, or keys and values are a cache's.
     weights_BT: of the tokens in the loss, in their order; None: there is no loss.
     counts_B: int32, of tokens that follow those in a cache: how many are not padding; None: all.
+    steps_BT: by which, times its strength, a layer's temperature grows; None: it has none.
   """
 
   slots_BT: Int[Array, "#B T"]
@@ -352,6 +380,7 @@ class Rows:
   way: str = ""
   weights_BT: Float[Array, "B T"] | None = None
   counts_B: Int[Array, " B"] | None = None
+  steps_BT: Float[Array, "#B T"] | None = None
 
   @property
   def ring(self) -> bool:
@@ -363,6 +392,10 @@ class Rows:
     if self.rope_X2BTh is None:
       return None
     return self.rope_X2BTh[0 if layer.rotary is None else layer.rotary]
+
+  def chunks(self, layer: Layer) -> Int[Array, "#B T"]:
+    """Returns the slot of the first token in each token's chunk of its document."""
+    return self.slots_BT - self.positions_BT % layer.window
 
 
 def _order(length: int, way: str) -> np.ndarray | None:
@@ -406,5 +439,5 @@ def rows_of(batch: Batch, way: str, pattern: LayerPattern) -> Rows:
   slots_BT = positions_BT = slots_T[None, :]
   if POSITIONS in batch:
     segments_BT, positions_BT = (constrain(batch[x], "BT") for x in ("segments", POSITIONS))
-  tables = pattern.rope_tables(positions_BT)
-  return Rows(slots_BT, positions_BT, tables, segments_BT, way)
+  tables, steps_BT = pattern.rope_tables(positions_BT), pattern.temperature_steps(positions_BT)
+  return Rows(slots_BT, positions_BT, tables, segments_BT, way, steps_BT=steps_BT)

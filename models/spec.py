@@ -263,10 +263,12 @@ class DecoderSpec(LayersSpec):
   local_rotary_base: float
   local_rotary_scaling: tuple
   window: int
+  window_chunks: bool
   global_every: int
   layer_types: tuple[str, ...]
   query_key_norm: bool
   query_key_norm_across_heads: bool
+  query_key_unit_norm: bool
   clip_qkv: float
   experts_per_token: int
   expert_feedforward_size: int
@@ -283,6 +285,7 @@ class DecoderSpec(LayersSpec):
   router_group_score: str
   router_bias: bool
   router_correction: bool
+  router_scales_inputs: bool
   expert_biases: bool
   gate_limit: float
   up_offset: float
@@ -290,6 +293,7 @@ class DecoderSpec(LayersSpec):
   expert_capacity: float
   attention_scale: float
   attention_scale_by_inverse_layer: bool
+  attention_temperature: tuple
   attention_soft_cap: float
   attention_sinks: bool
   attention_gate: bool

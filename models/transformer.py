@@ -427,7 +427,8 @@ class Transformer(nnx.Module):
     slots_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
     slots_BT = cache[LENGTHS][:, None] + slots_BT
     tables = self.layer_pattern.rope_tables(slots_BT)
-    rows = Rows(slots_BT, slots_BT, tables, counts_B=counts_B)
+    steps_BT = self.layer_pattern.temperature_steps(slots_BT)
+    rows = Rows(slots_BT, slots_BT, tables, counts_B=counts_B, steps_BT=steps_BT)
 
     x_BRD, cache = layer_stack.extended(self, self._embedded(tokens_BT, rows), rows, cache)
     last_B11 = (counts_B - 1)[:, None, None]
@@ -535,8 +536,10 @@ def train_flops_per_example(spec: DecoderSpec, *, causal: bool = False) -> float
     if layer_type(spec, layer) != MIXER
   ]
   windows += windows[-1:] * spec.mtp_layers
-  # With a window w, the first w tokens attend to fewer.
-  seen = sum(one - one**2 / (2 * length) if causal else one for one in windows)
+  # With a window w, the first w tokens attend to fewer, and in chunks the first w of each.
+  widths = [length if not spec.window_chunks else one for one in windows]
+  pairs = zip(windows, widths, strict=True)
+  seen = sum(one - one**2 / (2 * width) if causal else one for one, width in pairs)
   passes = 3 if into_layers else 1
   attention = 2 * passes * spec.heads * (spec.head_size + spec.value_head_size)
   if mixers := mixer_layers(spec) + mixers_beside(spec):

@@ -118,7 +118,7 @@ class VisionTransformer(nnx.Module):
     activations.record("embedding", x_BRD)
     keys = None if key is None else jax.random.split(key, spec.layers)
     slots_1R = jnp.arange(x_BRD.shape[1], dtype=jnp.int32)[None]
-    rows, same = Rows(slots_1R, slots_1R, None), Layer(None, None, None, None)
+    rows, same = Rows(slots_1R, slots_1R, None), Layer()
 
     def layer(block, x_BRD, key):
       with activations.layer() as recorded:

@@ -53,6 +53,9 @@ _EXPERTS: Rows = {
     False,
     "A bias of the scores by which experts are chosen, moved by training.router_bias_rate (V3)",
   ),
+  "router_scales_inputs": Key(
+    False, "an expert's input is multiplied by the gate, not its output (Llama 4)"
+  ),
   "expert_biases": Key(False, "of an expert's gate, up and down (gpt-oss)"),
   "gate_limit": Key(
     0.0, "largest gate, and largest magnitude of up, in experts (gpt-oss); 0: none", least=0
@@ -181,6 +184,12 @@ DECODER: Rows = {
     unit="tokens",
     least=0,
   ),
+  "window_chunks": Key(
+    False,
+    "windows do not slide: a token attends to its own chunk of so many of its document (Llama 4)",
+    needs="model.window",
+    excludes={LATENT: "its keys are masked by windows that slide"},
+  ),
   "global_every": Key(
     0,
     "every n-th layer has full attention in spite of the window; 0: none",
@@ -247,6 +256,11 @@ DECODER: Rows = {
   "query_key_norm_across_heads": Key(
     False, "of all heads of a token at once (OLMo 2)", needs="model.query_key_norm"
   ),
+  "query_key_unit_norm": Key(
+    False,
+    "queries and keys of layers with RoPE have unit root mean square (Llama 4 Scout)",
+    needs=GROUPED_QUERY,
+  ),
   "clip_qkv": Key(
     0.0,
     "Largest magnitude of queries, keys and values, after their norms (OLMoE); 0: any",
@@ -297,6 +311,12 @@ DECODER: Rows = {
     False,
     "Scores of the n-th layer, counted from 1, are divided by n (GPT-2)",
     needs=GROUPED_QUERY,
+  ),
+  "attention_temperature": Key(
+    (),
+    "(layers, strength, length): scores of all or the unrotated layers are multiplied by "
+    "1 + strength ln(1 + floor(position / length)), positions counted from 0 or, of the unrotated, "
+    '1: ("all", 0.1, 16384) (Ministral 3), ("unrotated", 0.1, 8192) (Llama 4); (): 1',
   ),
   "attention_soft_cap": Key(0.0, "soft-capping of the scaled scores; 0: off", least=0),
   "attention_sinks": Key(

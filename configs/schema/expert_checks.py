@@ -77,6 +77,11 @@ def router_errors(model: ConfigDict, divisors: str) -> Iterator[str]:
   groups, best = model.router_groups, model.router_top_groups
   if not 1 <= each <= experts:
     yield f"model.experts_per_token={each}: from 1 to model.experts={experts}"
+  if model.router_scales_inputs and each != 1:
+    yield (
+      f"model.router_scales_inputs=True: the input of one expert is scaled; set "
+      f"model.experts_per_token={each} to 1, or model.router_scales_inputs to False"
+    )
   if groups < 1 or experts % groups:
     yield (
       f"model.experts={experts} is not divisible into model.router_groups={groups} groups; set "

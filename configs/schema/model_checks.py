@@ -73,6 +73,8 @@ def no_cudnn(model: ConfigDict, training: ConfigDict, mesh: ConfigDict) -> str:
     return f"model.value_head_size={model.value_head_size}, and it takes model.head_size's"
   if model.separate_documents:
     return "model.separate_documents=True, and it masks no documents"
+  if model.window_chunks:
+    return "model.window_chunks=True, and it masks no chunks"
   if model.attention_soft_cap:
     return f"model.attention_soft_cap={model.attention_soft_cap}, and it has no soft cap"
   if model.attention_sinks:
@@ -256,6 +258,7 @@ def decoder_errors(model: ConfigDict, data: ConfigDict) -> Iterator[str]:
       f"less than all; make data.sequence_length {model.window} or more, or set model.window=0"
     )
   yield from _layer_types(model)
+  yield from _temperature(model)
   yield from _biases(model)
   yield from _multipliers(model)
   if not model.pre_norms and not model.post_norms:
@@ -367,6 +370,24 @@ def _layer_types(model: ConfigDict) -> Iterator[str]:
     )
 
 
+def _temperature(model: ConfigDict) -> Iterator[str]:
+  """Yields what is wrong with scores that grow with the position."""
+  if not (given := tuple(model.attention_temperature)):
+    return
+  layers, *numbers = given
+  fits = len(numbers) == 2 and all(type(x) in (int, float) and x > 0 for x in numbers)
+  if layers not in ("all", "unrotated") or not fits or type(numbers[1]) is not int:
+    yield (
+      f"model.attention_temperature={given}: (layers, strength, length): all or unrotated, a "
+      f"number above 0, and a whole number of tokens, such as ('all', 0.1, 16384)"
+    )
+  elif layers == "unrotated" and not any("unrotated" in one for one in model.layer_types):
+    yield (
+      f"model.attention_temperature={given}: no layer is unrotated; add the type full_unrotated to "
+      f"model.layer_types={tuple(model.layer_types)}, or take all for unrotated"
+    )
+
+
 def _scaling(model: ConfigDict, key: str) -> Iterator[str]:
   """Yields what is wrong with rotary scaling, `rotary_scaling` or `local_rotary_scaling`."""
   scaling = tuple(model[key])
@@ -377,9 +398,9 @@ def _scaling(model: ConfigDict, key: str) -> Iterator[str]:
       yield f"model.{key}={scaling}: {wrong}"
   elif scaling:
     numbers = all(type(value) in (int, float) and value > 0 for value in scaling)
-    if len(scaling) != 4 or not numbers or scaling[1] >= scaling[2]:
+    if len(scaling) != 4 or not numbers or scaling[1] > scaling[2]:
       yield (
-        f"model.{key}={scaling}: (factor, low, high, length), all above 0 and low below "
+        f"model.{key}={scaling}: (factor, low, high, length), all above 0 and low at most "
         f"high, such as (8.0, 1.0, 4.0, 8192.0), or a kind with its numbers by name: "
         f"('yarn', {{'factor': 4.0, 'original_length': 32768}})"
       )
@@ -416,8 +437,8 @@ def _named_scaling(model: ConfigDict, scaling: tuple) -> Iterator[str]:
       yield f"{name!r}: a number above 0"
   for low, high in (("low", "high"), ("beta_slow", "beta_fast")):
     both = {"beta_slow": 1.0, "beta_fast": 32.0, **numbers}
-    if low in (*needed, *optional) and low in both and high in both and both[low] >= both[high]:
-      yield f"{low!r}: below {high!r}"
+    if low in (*needed, *optional) and low in both and high in both and both[low] > both[high]:
+      yield f"{low!r}: at most {high!r}"
 
 
 def _names(names: Iterable[str]) -> str:

@@ -350,6 +350,33 @@ _GLM_4 = {
   **{"rotary_base": 1_000_000.0, "rotary_size": 64, "experts_per_token": 8},
   **{"router_scores": "sigmoid", "router_correction": True},
 }
+# Layers in turn see chunks with rotary positions, and all without.
+_LLAMA_4 = {
+  **{"head_size": 128, "norm_epsilon": 1e-5, "vocabulary_size": 202_048, "rotary_base": 500_000.0},
+  **{"rotary_pairs": "adjacent", "window": 8192, "window_chunks": True},
+  "layer_types": ("sliding", "sliding", "sliding", "full_unrotated"),
+  "attention_temperature": ("unrotated", 0.1, 8192),
+  **{"experts_per_token": 1, "expert_feedforward_size": 8192, "shared_feedforward_size": 8192},
+  **{"router_scores": "sigmoid", "router_normalized": False, "router_scales_inputs": True},
+}
+
+
+def _mistral_yarn(factor: float, length: int) -> dict[str, Any]:
+  """Returns keys of Mistral's newer models, whose scores grow with the position."""
+  numbers = {"factor": factor, "original_length": length, "attention_factor": 1.0}
+  temperature = ("all", 0.1, length)
+  return {"rotary_scaling": ("yarn", numbers), "attention_temperature": temperature}
+
+
+_MINISTRAL_3 = {**_MISTRAL_NEMO, **_mistral_yarn(16.0, 16_384)}
+_MISTRAL_4 = {
+  **{"attention": "latent", "head_size": 64 + 64, "value_head_size": 128, "latent_size": 256},
+  **{"query_latent_size": 1024, "rotary_size": 64, "rotary_pairs": "adjacent"},
+  **{"norm_epsilon": 1e-6, "vocabulary_size": 131_072, **_mistral_yarn(128.0, 8192)},
+  "attention_scale": 128**-0.5 * (0.1 * math.log(128.0) + 1) ** 2,
+  **{"experts": 128, "experts_per_token": 4},
+  **{"expert_feedforward_size": 2048, "shared_feedforward_size": 2048},
+}
 
 
 def _yarn_scale(mscale: float) -> float:
@@ -358,7 +385,7 @@ def _yarn_scale(mscale: float) -> float:
 
 
 # How experts were balanced: beside the weights of V3, OLMoE and GLM-4.5, by their reports
-# (arXiv:2412.19437, 2409.02060, 2508.06471).
+# (arXiv:2412.19437, 2409.02060, 2508.06471); those of Llama 4 and Mistral Small 4 are not known.
 _GLM_4_BALANCE = {"balance_loss": 0.0001, "router_bias_rate": 0.001}
 PRESETS: dict[str, Preset] = {
   "gpt2_124m": Preset(1024, _sizes(12, 768, 3072, 12, 12, _GPT_2)),
@@ -373,6 +400,9 @@ PRESETS: dict[str, Preset] = {
   "llama3_3_70b": Preset(8192, _sizes(80, 8192, 28_672, 64, 8, _LLAMA_3)),
   "mistral_7b": Preset(8192, _sizes(32, 4096, 14_336, 32, 8, _LLAMA_2, window=4096)),
   "mistral_nemo_12b": Preset(8192, _sizes(40, 5120, 14_336, 32, 8, _MISTRAL_NEMO)),
+  "ministral3_3b": Preset(8192, _sizes(26, 3072, 9216, 32, 8, _MINISTRAL_3, tied_embeddings=True)),
+  "ministral3_8b": Preset(8192, _sizes(34, 4096, 14_336, 32, 8, _MINISTRAL_3)),
+  "ministral3_14b": Preset(8192, _sizes(40, 5120, 16_384, 32, 8, _MINISTRAL_3, rotary_base=1e9)),
   "qwen2_5_0_5b": Preset(4096, _sizes(24, 896, 4864, 14, 2, _QWEN_2_SMALL)),
   "qwen2_5_1_5b": Preset(4096, _sizes(28, 1536, 8960, 12, 2, _QWEN_2_SMALL)),
   "qwen2_5_3b": Preset(4096, _sizes(36, 2048, 11_008, 16, 2, _QWEN_2_SMALL)),
@@ -441,6 +471,22 @@ PRESETS: dict[str, Preset] = {
     4096,
     _sizes(61, 7168, 18_432, 128, 128, _DEEPSEEK_V3, attention_scale=_yarn_scale(1.0)),
     {"balance_loss": 0.0001, "router_bias_rate": 0.001},
+  ),
+  "mistral_small_4": Preset(
+    8192, _sizes(36, 4096, 12_288, 32, 32, _MISTRAL_4), {"balance_loss": 0.001}
+  ),
+  "llama4_scout": Preset(
+    8192,
+    _sizes(
+      *(48, 5120, 16_384, 40, 8, _LLAMA_4),
+      **{"experts": 16, "query_key_unit_norm": True, "rotary_scaling": (16.0, 1.0, 1.0, 8192.0)},
+    ),
+    {"balance_loss": 0.001},
+  ),
+  "llama4_maverick": Preset(
+    8192,
+    _sizes(48, 5120, 16_384, 40, 8, _LLAMA_4, experts=128, sparse_every=2),
+    {"balance_loss": 0.001},
   ),
   "glm4_5_air": Preset(
     4096,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from write_folders import wide
+from write_folders import auto, wide
 
 LENGTH, COUNT, LEAST_VOCABULARY = 20, 3, 40
 OLD = transformers.__version__ < "5"
@@ -98,6 +98,23 @@ def keys_of(model_type: str, draw: random.Random) -> dict[str, Any]:
     found.update(first_k_dense_replace=draw.choice([0, 1]), n_shared_experts=draw.choice([1, 2]))
     for key in ("use_qk_norm", "attention_bias", "norm_topk_prob"):
       found[key] = draw.choice([True, False])
+  if model_type in ("mistral4", "ministral3"):
+    numbers = {"factor": 3.0, "original_max_position_embeddings": 6, "beta_fast": 2.0}
+    scaling = {"rope_type": "yarn", **numbers, "llama_4_scaling_beta": draw.choice([0.1, 0.9])}
+    scaling["mscale"] = scaling["mscale_all_dim"] = 1.0
+  if model_type == "ministral3":
+    found["sliding_window"] = draw.choice([None, 3])
+  if model_type == "mistral4":
+    found.update(num_key_value_heads=heads, kv_lora_rank=8, q_lora_rank=draw.choice([None, 6]))
+    found.update(qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, moe_intermediate_size=10)
+    found.update(n_routed_experts=8, num_experts_per_tok=2, n_group=draw.choice([1, 4]))
+    found.update(first_k_dense_replace=draw.choice([0, 1]), head_dim=10)
+  if model_type == "llama4_text":
+    found.update(num_hidden_layers=4, intermediate_size_mlp=20, num_local_experts=5)
+    found.update(no_rope_layer_interval=draw.choice([2, 3, 9]), attention_chunk_size=7)
+    found.update(interleave_moe_layer_step=draw.choice([1, 2]), floor_scale=4, attn_scale=0.6)
+    for key in ("use_qk_norm", "attn_temperature_tuning", "attention_bias"):
+      found[key] = draw.choice([True, False])
   if model_type.startswith("gemma"):
     found["tie_word_embeddings"] = True
   if model_type in ("gemma2", "gemma3_text"):
@@ -142,7 +159,7 @@ def write(folder: pathlib.Path, model_type: str, seed: int) -> None:
   config = transformers.AutoConfig.for_model(model_type, **keys_of(model_type, draw))
   if not OLD:
     config._experts_implementation = "eager"
-  model = transformers.AutoModelForCausalLM.from_config(config)
+  model = auto(model_type)(config)
   for name, parameter in model.named_parameters():
     scale = parameter.ndim == 1 and name.endswith("weight") and "gemma" not in model_type
     drawn = torch.randn(parameter.shape)
@@ -155,7 +172,7 @@ def write(folder: pathlib.Path, model_type: str, seed: int) -> None:
   if not OLD:
     config._experts_implementation = "eager"
   with wide(), torch.no_grad():
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    model = auto(model_type)(config, dtype=torch.float64)
     model = model.eval().to(torch.float64)
     model.load_state_dict(state)
     logits = model(torch.from_numpy(tokens().astype(np.int64))).logits

@@ -56,6 +56,7 @@ QWEN = {"model_type": "qwen3_moe", **SHARED, "num_hidden_layers": 6}
 GPT_OSS = {"model_type": "gpt_oss", **SHARED, "num_hidden_layers": 3}
 DEEPSEEK_V2 = {"model_type": "deepseek_v2", **SHARED, "num_experts_per_tok": 6}
 DEEPSEEK_V3 = {"model_type": "deepseek_v3", **SHARED}
+LLAMA_4 = {"model_type": "llama4_text", **SHARED, "num_hidden_layers": 4, "num_key_value_heads": 2}
 LLAMA_3 = {
   "rope_type": "llama3",
   "factor": 8.0,
@@ -108,8 +109,10 @@ def test_both_notations_are_read_the_same_and_written_back(name):
   assert not [key for key in one if not hf_config.same_value(one[key], two[key])]
   given = folders.config_of(name)
   # What was written says the same where the original has the key, up to how a default is spelled.
-  adjusted = {"intermediate_size", "block_auto_adjust_ff_dim"} if name == "lfm2" else {}
-  for key in {*back} & {*given} - {"head_dim", "max_window_layers", "n_inner", *adjusted}:
+  adjusted = {"lfm2": ("intermediate_size", "block_auto_adjust_ff_dim")}
+  adjusted |= dict.fromkeys(("ministral3", "mistral4"), ("rope_parameters",))  # its mscale
+  spelled = {"head_dim", "max_window_layers", "n_inner", *adjusted.pop(name, ())}
+  for key in {*back} & {*given} - spelled:
     same = hf_config.same_value(back[key], given[key])
     assert same or not (back[key] or given[key]), key
   assert back["architectures"] == given["architectures"]
@@ -233,6 +236,25 @@ def test_an_unknown_model_type_is_named_beside_those_that_are_known():
   assert problems([]) == ["F/config.json holds a list, not a JSON object"]
 
 
+@pytest.mark.parametrize(
+  ("theirs", "said"),
+  [
+    (
+      {"model_type": "gemma4", "text_config": {"head_dim": 256, "global_head_dim": 512}},
+      "model_type 'gemma4_text', head_dim=256, global_head_dim=512: layers with and without a",
+    ),
+    (
+      {"model_type": "deepseek_v32", "index_topk": 2048},
+      "model_type 'deepseek_v32', index_topk=2048: a token attends to the index_topk keys that",
+    ),
+  ],
+)
+def test_a_model_type_that_is_not_read_says_why_and_what_to_take(theirs, said):
+  [line] = problems(theirs)
+  assert line.startswith(f"F/config.json: {said}")
+  assert "; take " in line
+
+
 def test_what_no_family_has_is_named_when_it_is_written():
   model = model_of("qwen3_8b")
   with pytest.raises(ValueError, match=r"nearest, 'qwen3', cannot express:\n  model.post_norms=Tr"):
@@ -332,6 +354,15 @@ REFUSED = [
     "num_experts=5 contradicts num_local_experts",
   ),
   (GPT_OSS, {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0: "),
+  (LLAMA_4, {"num_experts_per_tok": 2}, "num_experts_per_tok=2: only 1 is read"),
+  (LLAMA_4, {"layer_types": ["sliding_attention"] * 4}, "'sliding_attention': one of chunked_att"),
+  (LLAMA_4, {"moe_layers": []}, "moe_layers=[]: none of the 4 layers has experts"),
+  (LLAMA_4, {"attention_chunk_size": None}, "attention_chunk_size=None: a whole number of at lea"),
+  (
+    {**LLAMA, "model_type": "ministral3", "num_key_value_heads": 2},
+    {"rope_parameters": {"rope_type": "default", "original_max_position_embeddings": 8}},
+    "rope_parameters: llama_4_scaling_beta=None: a number above 0 is needed",
+  ),
   (
     MIXTRAL,
     {"model_type": "olmoe", "clip_qkv": 0},
@@ -485,6 +516,26 @@ def test_other_attention_has_no_place_in_it():
         "router_top_groups": 4,
         "router_group_score": "top2",
       },
+    ),
+    (
+      LLAMA_4,
+      {
+        "window": 8192,
+        "window_chunks": True,
+        "layer_types": ("sliding", "sliding", "sliding", "full_unrotated"),
+        "attention_temperature": ("unrotated", 0.1, 8192),
+        "shared_feedforward_size": 8192,
+        "feedforward_size": 16_384,
+        "rotary_pairs": "adjacent",
+      },
+    ),
+    (
+      LLAMA_4 | {"interleave_moe_layer_step": 2, "attn_temperature_tuning": False},
+      {"mlp_only_layers": (0, 2), "attention_temperature": ()},
+    ),
+    (
+      {**SHARED, "model_type": "ministral3"},
+      {"rotary_base": 1e6, "attention_temperature": ("all", 0.1, 16_384)},
     ),
     (DEEPSEEK_V3 | {"first_k_dense_replace": 61}, {"experts": 0, "router_correction": False}),
   ],

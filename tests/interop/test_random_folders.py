@@ -16,12 +16,14 @@ from tests.helpers.jobs import make_job
 from tests.models.write_families import PYTHONS
 
 pytestmark = pytest.mark.transformers
+# Which version 4.57 does not know.
+NOT_IN_4 = ("ministral3", "mistral4", "qwen3_5_text", "qwen3_5_moe_text")
 SCRIPT = pathlib.Path(__file__).parent / "random_folders.py"
 # Those whose keys the script draws.
 DRAWN = (
   *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "phi3"),
-  *("qwen3_moe", "olmoe", "deepseek_v3", "lfm2", "glm4_moe"),
-  *("bamba", "granitemoehybrid"),
+  *("qwen3_moe", "olmoe", "deepseek_v3", "lfm2", "glm4_moe", "llama4_text"),
+  *("bamba", "granitemoehybrid", "ministral3", "mistral4"),
 )
 LENGTH, LEAST_VOCABULARY = 20, 40  # as in the script, which needs torch
 
@@ -29,15 +31,16 @@ LENGTH, LEAST_VOCABULARY = 20, 40  # as in the script, which needs torch
 @pytest.fixture(scope="module", params=PYTHONS)
 def root(request, tmp_path_factory):
   folder = tmp_path_factory.mktemp(f"transformers{request.param}")
-  command = [PYTHONS[request.param], str(SCRIPT), str(folder), ",".join(DRAWN), ",".join(FAMILIES)]
-  subprocess.run(command, check=True)
+  unknown = NOT_IN_4 if request.param == "4" else ()
+  known = (",".join(one for one in names if one not in unknown) for names in (DRAWN, FAMILIES))
+  subprocess.run([PYTHONS[request.param], str(SCRIPT), str(folder), *known], check=True)
   return folder
 
 
 def test_their_logits_are_ours(root):
   tokens = np.random.RandomState(3).randint(3, LEAST_VOCABULARY, (2, LENGTH)).astype(np.int32)
   folders = sorted(path for path in root.iterdir() if path.is_dir())
-  assert len(folders) >= 2 * len(DRAWN)
+  assert len(folders) >= 2 * len({*DRAWN} - {*NOT_IN_4})
   for folder in folders:
     described = hf_folder.read_config(folder, "model.folder")
     keys = {f"model.{key}": value for key, value in described.model.items() if value is not None}
@@ -54,7 +57,7 @@ def test_their_logits_are_ours(root):
 
 def test_what_a_config_leaves_out_is_what_their_class_has(root):
   known = json.loads((root / "defaults.json").read_text())
-  assert {*known} == {*FAMILIES}
+  assert {*FAMILIES} - {*known} <= {*NOT_IN_4}
   for model_type, theirs in known.items():
     left_out = {"model_type": model_type}
     if model_type == "olmo3":  # 10,000 in version 4.57, 500,000 in 5; published models name it

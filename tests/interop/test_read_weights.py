@@ -10,13 +10,14 @@ import shutil
 import struct
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from interop import hf_config, name_maps, read_weights
 from interop.safetensors_file import Reader
-from models import model_spec
+from models import model_spec, transformer
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job
 from tests.interop import folders
@@ -37,6 +38,9 @@ MESHES = {
   "granitemoehybrid": "dp2_fsdp2_tp2",
   "gpt_oss": "dp4_tp2",
   "llama": "dp4_tp2",
+  "llama4": "dp2_fsdp2_tp2",
+  "ministral3": "dp4_tp2",
+  "mistral4": "single",
   "mistral": "dp8",
   "mixtral": "fsdp8",
   "olmoe": "dp2_fsdp2_tp2",
@@ -79,6 +83,41 @@ def test_logits_are_those_of_transformers_on_every_mesh(name):
     ours = np.asarray(compiled(params, tokens))
   theirs = np.tile(folders.logits_of(name), (4, 1, 1))
   assert np.abs(ours[..., : folders.VOCABULARY] - theirs).max() < 1e-10
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    "llama4",
+    "mistral4",
+    *(pytest.param(n, marks=pytest.mark.long) for n in ("glm4_moe", "ministral3")),
+  ],
+)
+def test_a_cache_and_a_packed_row_give_the_same_logits(name):
+  job = job_of(name, **{"model.separate_documents": True})
+  pieces, documents = (5, 1, 4, 2), (7, 5)
+  numbers = np.tile(np.repeat((1, 2), documents).astype(np.int32), (2, 1))
+
+  def forward(params, tokens_BT):
+    model = nnx.merge(job.program.graphdef, params)
+    cache, start, found = transformer.empty_cache(model_spec(job.config), 2, folders.LENGTH), 0, []
+    for width in pieces:
+      given = tokens_BT[:, start : start + width], jnp.full(2, width, jnp.int32)
+      logits_BV, cache = model.extend(*given, cache)
+      found.append(logits_BV)
+      start += width
+    alone = model(tokens_BT[:, documents[0] :])
+    return model(tokens_BT), found, model(tokens_BT, segments_BT=numbers), alone
+
+  with jax.enable_x64(True):
+    params = read_weights.read(opened(name, job), job.placed_state.params)
+    given = folders.tokens()
+    whole, found, packed, alone = job.compile(forward, params, given).function(params, given)
+  for end, logits_BV in zip(np.cumsum(pieces) - 1, found, strict=True):
+    np.testing.assert_allclose(logits_BV, whole[:, end], atol=1e-12)
+  np.testing.assert_allclose(packed[:, : documents[0]], whole[:, : documents[0]], atol=1e-12)
+  np.testing.assert_allclose(packed[:, documents[0] :], alone, atol=1e-12)
+  assert np.abs(whole[:, documents[0] :] - alone).max() > 1e-3
 
 
 def test_another_dtype_than_the_files_is_rounded_once():

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import pathlib
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -68,6 +69,18 @@ LINEAR_EXPERTS = {
   "moe_intermediate_size": 10,
   "shared_expert_intermediate_size": 14,
 }
+YARN = {
+  "rope_type": "yarn",
+  "factor": 4.0,
+  "original_max_position_embeddings": 8,
+  "beta_fast": 2.0,
+  "beta_slow": 0.2,
+  "mscale": 1.0,
+  "mscale_all_dim": 1.0,
+}
+TEMPERED = {**YARN, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.7}
+# Those that version 4.57 does not know: their two files are the same.
+NOT_IN_4 = ("ministral3", "mistral4")
 # name -> (model_type, keys of its config, dtype of the file). `rope` is written in the notation of
 # the version that is installed.
 FOLDERS = {
@@ -197,18 +210,34 @@ FOLDERS = {
       "q_lora_rank": 6,
       "n_shared_experts": 2,
       "num_nextn_predict_layers": 0,
-      "rope": (
-        100.0,
-        {
-          "rope_type": "yarn",
-          "factor": 4.0,
-          "original_max_position_embeddings": 8,
-          "beta_fast": 2.0,
-          "beta_slow": 0.2,
-          "mscale": 1.0,
-          "mscale_all_dim": 1.0,
-        },
-      ),
+      "rope": (100.0, YARN),
+    },
+    "bfloat16",
+  ),
+  "ministral3": (
+    "ministral3",
+    {"head_dim": 6, "sliding_window": 5, "rope": (100.0, TEMPERED)},
+    "bfloat16",
+  ),
+  "mistral4": (
+    "mistral4",
+    {**LATENT, "q_lora_rank": 6, "n_shared_experts": 2, "rope": (100.0, TEMPERED)},
+    "bfloat16",
+  ),
+  "llama4": (
+    "llama4_text",
+    {
+      "num_hidden_layers": 4,
+      "head_dim": 6,
+      "intermediate_size": 10,
+      "intermediate_size_mlp": 24,
+      "num_local_experts": 6,
+      "interleave_moe_layer_step": 2,
+      "attention_chunk_size": 5,
+      "no_rope_layer_interval": 3,
+      "attn_scale": 0.7,
+      "floor_scale": 3,
+      "rope": (100.0, {**LLAMA_3, "low_freq_factor": 1.0, "high_freq_factor": 1.0}),
     },
     "bfloat16",
   ),
@@ -268,24 +297,36 @@ def wide():
   kept = torch.float32, torch.float, torch.Tensor.float
   torch.float32 = torch.float = torch.float64
   torch.Tensor.float = torch.Tensor.double
+  torch.set_default_dtype(torch.float64)
   try:
     yield
   finally:
     torch.float32, torch.float, torch.Tensor.float = kept
+    torch.set_default_dtype(torch.float32)
 
 
 def made(name: str) -> torch.nn.Module:
   """Returns a model of a folder's config with its own initial parameters."""
   config = config_of(name)
   config._attn_implementation = config._experts_implementation = "eager"
-  return transformers.AutoModelForCausalLM.from_config(config).eval()
+  return auto(config.model_type)(config).eval()
+
+
+def auto(model_type: str) -> Callable:
+  """Returns what makes a model of a config."""
+  if model_type == "mistral4":  # which version 5.23 does not know as a language model
+    from transformers.models.mistral4 import modeling_mistral4
+
+    return modeling_mistral4.Mistral4ForCausalLM._from_config
+  return transformers.AutoModelForCausalLM.from_config
 
 
 def check_margin(router: torch.nn.Module, inputs: tuple, outputs: tuple) -> None:
   """Refuses parameters with which rounding would choose other experts."""
-  scores, groups = outputs[0].softmax(-1), getattr(router, "num_group", None)
+  logits = outputs[type(router).__name__ == "Llama4Router"]  # its first are of the chosen alone
+  scores, groups = logits.softmax(-1), getattr(router, "num_group", None)
   if (bias := getattr(router, "e_score_correction_bias", None)) is not None:
-    scores = outputs[0].sigmoid() + bias
+    scores = logits.sigmoid() + bias
   compared = [scores]
   if groups:
     grouped = scores.unflatten(-1, (groups, -1))
@@ -310,7 +351,9 @@ def write(name: str) -> None:
   model.save_pretrained(FOLDER / name)
   (FOLDER / name / "model.safetensors").chmod(0o644)
   (FOLDER / name / "generation_config.json").unlink()
-  (FOLDER / name / "config.json").rename(FOLDER / name / "config_5.json")
+  config = (FOLDER / name / "config.json").rename(FOLDER / name / "config_5.json")
+  if FOLDERS[name][0] in NOT_IN_4:
+    (FOLDER / name / "config.json").write_text(config.read_text())
   state = {key: value.double() for key, value in model.state_dict().items()}
   with wide(), torch.no_grad():
     model = made(name).to(torch.float64)

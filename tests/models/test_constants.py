@@ -111,7 +111,7 @@ def test_every_kernel_scales_by_the_scale(kernel, context):
   def in_order(q, k, v):
     rows = Rows(slots_BT, slots_BT, None, way="ring" if context > 1 else "")
     ordered = (x[:, order_T] for x in (q, k, v))
-    return attend(*ordered, Layer(None, None, None, None), rows)[:, np.argsort(order_T)]
+    return attend(*ordered, Layer(), rows)[:, np.argsort(order_T)]
 
   with job.tracing():
     assert_scores(in_order, DEEPSEEK_V3)

@@ -82,6 +82,13 @@ PUBLISHED = {
   "qwen3_5_35b_a3b": 34_660_610_688,
   "deepseek_v2_lite": 15_706_484_224,
   "deepseek_v3": 671_026_419_200,
+  "ministral3_3b": 3_429_006_336,
+  "ministral3_8b": 8_489_553_920,
+  "ministral3_14b": 13_506_073_600,
+  "mistral_small_4": 118_972_826_624,
+  # Of the whole model, without what it sees with.
+  "llama4_scout": 108_641_793_536 - 871_932_416,
+  "llama4_maverick": 401_583_781_376 - 871_932_416,
   # Of all the tensors, without the layer that predicts further tokens: a layer with experts, two
   # tables of tokens, a projection from twice the width, and three norms.
   "glm4_5_air": 110_468_824_832 - 3_616_573_568,

@@ -8,6 +8,9 @@ from tests.parity.comparison import assert_equal, train
 OPTIONS = {
   "model.layer_types": ("sliding", "full_unrotated"),
   "model.window": 9,
+  "model.window_chunks": True,
+  "model.attention_temperature": ("unrotated", 0.5, 4),
+  "model.query_key_unit_norm": True,
   "model.pre_norms": False,
   "model.post_norms": True,
   "model.query_key_norm": True,

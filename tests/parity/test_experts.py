@@ -39,6 +39,9 @@ PATTERN = {
   "model.sparse_every": 2,
   "model.mlp_only_layers": (5,),  # so that two layers, twice, are before two others
   "model.shared_feedforward_size": 0,
+  "model.experts_per_token": 1,
+  "model.router_normalized": False,
+  "model.router_scales_inputs": True,
 }
 ONE_LAYER = {"model.experts": 8, "model.experts_per_token": 3, "model.layers": 1}
 MESH = {"mesh.fsdp": 2, "mesh.expert": 4}
