@@ -86,7 +86,15 @@ MIXERS: Table = Table(
 
 def attention_class(spec: LayersSpec, stack: str = LAYERS) -> type[nnx.Module]:
   """Returns the class of the attention of a stack's layers, or of what they have in its place."""
-  found = MIXERS[spec.mixer] if stack == MIXER_LAYERS else ATTENTION[spec.attention]
+  if stack == MIXER_LAYERS:
+    return mixer_class(spec.mixer)
+  found = ATTENTION[spec.attention]
+  return found if isinstance(found, type) else found()
+
+
+def mixer_class(name: str) -> type[nnx.Module]:
+  """Returns the class of a `model.mixer`."""
+  found = MIXERS[name]
   return found if isinstance(found, type) else found()
 
 

@@ -16,14 +16,16 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
+from models.attention import CACHE, STATES
 from models.latent_attention import DOWN_PROJECTIONS
+from models.layer_stack import mixer_class
 from models.spec import in_8_bits, is_latent, latent_sizes
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import pipeline, split_sequence
 from partitioning.parallel.expert_exchange import ROUNDS, Exchange
 from partitioning.rules import Placement, axes_size, shard_shape, spec_axes, spec_entries
 from planning.step_facts import StepFacts
-from runtime.layer_kinds import sparse_layers
+from runtime.layer_kinds import mixer_layers, sparse_layers
 from training.optimizers import first_order
 from training.optimizers.build import matrix_groups
 from training.specs import resolve
@@ -410,6 +412,10 @@ def sequence_attention(step: StepFacts) -> Iterator[Term]:
   model, sizes, runs = step.model, step.sizes, step.passes
   if step.kind not in (_DECODER, _ENCODER):
     return
+  attend = 1.0
+  if step.kind == _DECODER:
+    attend -= mixer_layers(model) / model.layers
+  forward, back = (round(often * attend) for often in (runs.forward, runs.backward))
   around, tensor, narrow, axes = (
     sizes["context"],
     sizes["tensor"],
@@ -423,7 +429,7 @@ def sequence_attention(step: StepFacts) -> Iterator[Term]:
     pair = step.tokens * heads * (model.head_size + model.value_head_size) / 2
     queries = pair / heads * model.heads / tensor
     if step.way == split_sequence.ULYSSES:
-      often = 2 * (runs.forward + runs.backward)
+      often = 2 * (forward + back)
       why = "queries and outputs, heads in exchange for the sequence"
       yield Term("all-to-all", axes, often, queries, why, narrow)
       pair *= split_sequence.repeats(model.kv_heads, around, tensor) * model.kv_heads
@@ -432,15 +438,45 @@ def sequence_attention(step: StepFacts) -> Iterator[Term]:
       return
     if step.way == split_sequence.RING:
       why, others = "keys, values and their gradients, around the ring", around - 1
-      often = 2 * others * runs.forward + (4 * others + 2) * runs.backward
+      often = 2 * others * forward + (4 * others + 2) * back
       yield Term("collective-permute", axes, often, pair, why, narrow)
       why = "tokens, targets and weights of whole rows, in zigzag order"
       yield Term("all-gather", axes, 3 * runs.microbatches, step.tokens * around, why, 4)
       return
   why = "keys and values of whole rows"
-  yield Term("all-gather", axes, 2 * runs.forward, pair * around, why, narrow)
+  yield Term("all-gather", axes, 2 * forward, pair * around, why, narrow)
   why = f"gradients of {why}"
-  yield Term("all-reduce", axes, 2 * runs.backward, queries * around, why, narrow)
+  yield Term("all-reduce", axes, 2 * back, queries * around, why, narrow)
+
+
+def mixer_states(step: StepFacts) -> Iterator[Term]:
+  """Yields what layers with mixers send over context, which splits the sequence.
+
+  Each of a device's p pieces of a row, two in a ring's zigzag order, says what it does to a state,
+  S -> A S + B, with A of h h numbers of a head by the delta rule and of one without, B of h u, and
+  has the w - 1 inputs that the convolution of the next piece sees. They are all-gathered, forward
+  and where the backward pass computes them again, and their gradients reduce-scattered: of y layers
+  with N heads m y 3 b c p N (A + B) / t, and m y 3 b c p (w - 1) for each channel of a convolution.
+  """
+  model = step.model
+  if step.kind != _DECODER or not (layers := mixer_layers(model)):
+    return
+  pieces = step.sizes["context"] * (2 if step.way == split_sequence.RING else 1)
+  rows = pieces * step.tokens * step.sizes["context"] / step.length
+  often, axes = step.passes.microbatches * layers, ("context",)
+  itemsize = wide_dtype(np.dtype(step.training.compute_dtype)).itemsize
+  for name in mixer_class(model.mixer).cached:
+    letters = CACHE[name].removeprefix("yB")
+    sizes = [step.legend[letter].size / step.parts(letter) for letter in letters]
+    arrays, why = 1, "inputs that the convolutions of the next pieces see"
+    if name == STATES:
+      heads, size, value_size = sizes
+      sizes = [heads, size * value_size + (size**2 if model.mixer == "gated_delta" else 1)]
+      arrays, why = 2, "what pieces of rows do to the states of mixers"
+    elements = rows * math.prod(sizes)
+    yield Term("all-gather", axes, 2 * often, elements, why, itemsize, arrays=arrays)
+    why = f"gradients of {why}"
+    yield Term("reduce-scatter", axes, often, elements, why, itemsize, arrays=arrays)
 
 
 def routers(step: StepFacts) -> Iterator[Term]:
@@ -551,6 +587,7 @@ SOURCES: tuple[Source, ...] = (
   attention_heads,
   cross_entropy,
   sequence_attention,
+  mixer_states,
   routers,
   expert_exchange,
   pipeline_sends,

@@ -13,6 +13,7 @@ from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job
 from tests.models import numpy_decoder
 from tests.models.test_transformer import assert_pieces_give_what_the_whole_gives
+from tests.parity import budgets
 from tests.parity.comparison import assert_equal, train
 from tests.parity.mixers import (
   BESIDE,
@@ -222,6 +223,26 @@ def test_gradients_on_a_mesh_are_those_of_one_device(mesh, mixer):
   ours = train("lm", "float64", {**EACH[mixer], **MESHES[mesh]})
   length = MESHES[mesh].get("data.sequence_length", 24)
   assert_equal(ours, on_one_device(mixer, length), "float64")
+
+
+@pytest.mark.parametrize(
+  ("keys", "way"),
+  [
+    (DELTA, "ring"),
+    pytest.param(DELTA, "gather", marks=pytest.mark.long),
+    pytest.param(MAMBA, "gather", marks=pytest.mark.long),
+    pytest.param(LIGHTNING, "ring", marks=pytest.mark.long),
+    pytest.param(CONVOLUTION, "ring", marks=pytest.mark.long),
+  ],
+)
+def test_bytes_of_the_exchange_of_states_are_those_of_the_formula(keys, way):
+  """All that is gathered and scattered over context."""
+  more = {"mesh.data": 2, "mesh.context": 4, "model.context_attention": way}
+  more |= {"data.sequence_length": 24, "model.separate_documents": False}
+  job = make_job("single", "lm", **{**keys, **more})
+  sent, wanted = budgets.compile_step(job).sent(), budgets.budget(job)
+  for kind in ("all-gather", "reduce-scatter"):
+    assert sent[kind, ("context",)] == wanted[kind, ("context",)], kind
 
 
 @pytest.mark.long
