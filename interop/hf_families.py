@@ -59,6 +59,7 @@ class Names:
     tied: (the logits' tensor, the embedding's): the first may be stored although it is the second.
     others: rows of which a folder may have one table's in place of those in `rows` with the same
       parameters; they are read, and not written.
+    instead: rows of names in `rows` for models that have other parameters in these tensors.
     further: of layers that predict further tokens; None: the family has none.
   """
 
@@ -68,6 +69,7 @@ class Names:
   unused: tuple[str, ...] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
   tied: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
   others: tuple[Mapping[str, Row], ...] = ()
+  instead: Mapping[str, Row] = dataclasses.field(default_factory=dict)
   further: Further | None = None
 
 
@@ -384,7 +386,15 @@ GRANITE_HYBRID = Names(
       ("input_linear", "F+F D", "mlp/gate", "mlp/up"),
       ("output_linear", "D F", "mlp/down"),
     ),
-  }
+    f"{LAYER}block_sparse_moe.router.layer.weight": ("e D", f"{_EXPERTS}/router/kernel"),
+    f"{LAYER}block_sparse_moe.input_linear.weight": ("E M+M D", *_GATE_UP),
+    f"{LAYER}block_sparse_moe.output_linear.weight": ("E D M", f"{_EXPERTS}/down/kernel"),
+  },
+  instead=_rows(
+    f"{LAYER}shared_mlp.",
+    ("input_linear", "W+W D", "experts/shared/gate", "experts/shared/up"),
+    ("output_linear", "D W", "experts/shared/down"),
+  ),
 )
 
 # Queries and gates of a head are side by side; so is what Gated DeltaNet reads of a key head.
@@ -773,15 +783,14 @@ FAMILIES: dict[str, Family] = {
       **{**_GRANITE, **_MAMBA},
       shared_intermediate_size=1024,
       num_local_experts=8,
+      num_experts_per_tok=2,
     ),
     (
-      *(*_STACK[:2], field("shared_intermediate_size", "feedforward_size")),
-      *(field("num_attention_heads", "heads"), parts.KV_HEADS, parts.HEAD_SIZE, *_ENDS),
-      *(_SILU, _BIASES, rope(), *_MULTIPLIERS, hf_mamba.GRANITE, *hf_mamba.PLAIN),
-      parts.only("num_local_experts", 0),
+      *(*_STACK[:2], field("num_attention_heads", "heads"), parts.KV_HEADS, parts.HEAD_SIZE),
+      *(*_ENDS, _SILU, _BIASES, rope(), *_MULTIPLIERS),
+      *(hf_mamba.GRANITE, hf_mamba.GRANITE_EXPERTS, *hf_mamba.PLAIN),
     ),
-    # Of models with experts.
-    ignored=(*_EXPERTS_IGNORED, *hf_mamba.IGNORED, "intermediate_size", "num_experts_per_tok"),
+    ignored=(*_EXPERTS_IGNORED, *hf_mamba.IGNORED),
   ),
   "lfm2": Family(
     *("Lfm2ForCausalLM", LFM_2),

@@ -2,7 +2,17 @@
 
 from typing import Any
 
-from interop.hf_parts import FULL, Ours, Part, Theirs, only, short, types_of, value_of
+from interop.hf_parts import (
+  EXPERTS_PER_TOKEN,
+  FULL,
+  Ours,
+  Part,
+  Theirs,
+  only,
+  short,
+  types_of,
+  value_of,
+)
 from runtime import forms
 from runtime.layer_kinds import MIXER, WITH_MIXER
 
@@ -144,6 +154,34 @@ def _write_granite(model: Ours) -> dict[str, Any]:
 
 GRANITE = _of_mixers(_MIXER, Part(("layer_types", _POSITIONS), _read_granite, _write_granite))
 
+
+_WIDTH, _SHARED, _COUNT = "intermediate_size", "shared_intermediate_size", "num_local_experts"
+
+
+def _read_experts(theirs: Theirs) -> dict[str, Any]:
+  """Of a model without experts the MLP of all tokens is what others have beside them."""
+  count, shared = value_of(theirs, _COUNT, forms.whole(0)), value_of(theirs, _SHARED)
+  if not count:
+    return {"feedforward_size": shared}
+  return {
+    "experts": count,
+    "router_scores": "softmax_of_chosen",
+    "shared_feedforward_size": shared,
+    **EXPERTS_PER_TOKEN.read(theirs),
+    **dict.fromkeys(("feedforward_size", "expert_feedforward_size"), value_of(theirs, _WIDTH)),
+  }
+
+
+def _write_experts(model: Ours) -> dict[str, Any]:
+  if not model["experts"]:
+    return {_COUNT: 0, _SHARED: model["feedforward_size"]}
+  found = {_COUNT: model["experts"], _SHARED: model["shared_feedforward_size"]}
+  return {**found, _WIDTH: model["expert_feedforward_size"], **EXPERTS_PER_TOKEN.write(model)}
+
+
+GRANITE_EXPERTS = Part(
+  (_WIDTH, _SHARED, _COUNT, *EXPERTS_PER_TOKEN.keys), _read_experts, _write_experts
+)
 
 # ------------------------------ Falcon-H1 ------------------------------
 

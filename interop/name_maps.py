@@ -97,14 +97,15 @@ def tensors(
   """
   found: dict[str, Tensor] = {}
   sizes = sizes_of(spec)
-  rows = FAMILIES[model_type].names.rows if rows is None else rows
+  names = FAMILIES[model_type].names
+  rows = names.rows if rows is None else rows
   in_layers = {name: row for name, row in rows.items() if "{}" in name}
   for name, row in rows.items():
     if name not in in_layers and (one := _tensor(spec, sizes, name, row, ())):
       found[one.name] = one
   for layer in range(spec.layers):
     stack, index = spec.place_of(layer)
-    for name, (dims, *ours) in in_layers.items():
+    for name, (dims, *ours) in (*in_layers.items(), *names.instead.items()):
       row = dims, *(stack + one.removeprefix(LAYERS) for one in ours)
       each = [(number,) for number in range(spec.experts)]
       for expert in each if name.count("{}") > 1 else [()]:

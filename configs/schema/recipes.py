@@ -282,6 +282,16 @@ _GRANITE_4_H = {
   ),
 }
 _GRANITE_4_MICRO = {"mixer_heads": 64, "attention_scale": 0.015625, "logits_divisor": 8.0}
+_GRANITE_4_TINY = {
+  **{"mixer_heads": 48, "attention_scale": 0.0078125, "logits_divisor": 6.0, "experts": 64},
+  **{"experts_per_token": 6, "shared_feedforward_size": 1024},
+  "router_scores": "softmax_of_chosen",
+}
+_GRANITE_4_SMALL = {
+  **{"mixer_heads": 128, "attention_scale": 0.0078125, "logits_divisor": 16.0, "experts": 72},
+  **{"experts_per_token": 10, "shared_feedforward_size": 1536},
+  "router_scores": "softmax_of_chosen",
+}
 _SMOLLM_2 = {
   **{"head_size": 64, "norm_epsilon": 1e-5, "vocabulary_size": 49_152, "tied_embeddings": True},
   "rotary_base": 100_000.0,
@@ -436,6 +446,8 @@ PRESETS: dict[str, Preset] = {
   "lfm2_700m": Preset(4096, _sizes(16, 1536, 6912, 24, 8, _LFM_2)),
   "lfm2_1_2b": Preset(4096, _sizes(16, 2048, 8192, 32, 8, _LFM_2)),
   "bamba_9b": Preset(4096, _sizes(32, 4096, 14_336, 32, 8, _BAMBA)),
+  "granite4_h_tiny": Preset(4096, _sizes(40, 1536, 512, 12, 4, _GRANITE_4_H, **_GRANITE_4_TINY)),
+  "granite4_h_small": Preset(4096, _sizes(40, 4096, 768, 32, 8, _GRANITE_4_H, **_GRANITE_4_SMALL)),
   "granite4_h_micro": Preset(4096, _sizes(40, 2048, 8192, 32, 8, _GRANITE_4_H, **_GRANITE_4_MICRO)),
   "smollm3_3b": Preset(4096, _sizes(36, 2048, 11_008, 16, 4, _SMOLLM_3)),
   "mixtral_8x7b": Preset(4096, _sizes(32, 4096, 14_336, 32, 8, _MIXTRAL), {"balance_loss": 0.02}),

@@ -130,15 +130,21 @@ def keys_of(model_type: str, draw: random.Random) -> dict[str, Any]:
     found["layer_types"] = ["full_attention", *kinds[1:]]
     found.update(conv_L_cache=draw.choice([2, 3, 5]), block_multiple_of=8)
     found["block_auto_adjust_ff_dim"] = draw.choice([True, False])
-  if model_type in ("bamba", "granitemoehybrid"):
-    found.pop("head_dim")
+  if model_type in ("bamba", "granitemoehybrid", "falcon_h1"):
+    if model_type != "falcon_h1":
+      found.pop("head_dim")
     found.update(mamba_n_heads=heads, mamba_n_groups=draw.choice([1, heads // 2, heads]))
     found.update(mamba_d_state=draw.choice([3, 8]), mamba_d_conv=draw.choice([2, 4]))
     found["mamba_chunk_size"] = draw.choice([4, 7, 256])
+  if model_type == "falcon_h1":
+    found.update(mamba_d_ssm=heads * 6, mamba_rms_norm=draw.choice([True, False]))
+    found.update(mamba_norm_before_gate=draw.choice([True, False]), key_multiplier=0.5)
+    found.update(ssm_multipliers=[0.5, 1.5, 0.7, 1.2, 0.9], mlp_multipliers=[0.8, 1.3])
   if model_type == "bamba":
     found["attn_layer_indices"] = [1]
   if model_type == "granitemoehybrid":
-    found.update(num_local_experts=0, shared_intermediate_size=found["intermediate_size"])
+    found["num_local_experts"] = draw.choice([0, 4])
+    found.update(num_experts_per_tok=2, shared_intermediate_size=found["intermediate_size"])
     found["layer_types"] = ["mamba", "attention", *["mamba"] * (found["num_hidden_layers"] - 2)]
     found["position_embedding_type"] = draw.choice([None, "rope"])
     found.update(embedding_multiplier=2.0, attention_multiplier=0.4, logits_scaling=3.0)

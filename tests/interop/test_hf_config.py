@@ -315,7 +315,7 @@ GEMMA_3 = {**LLAMA, "model_type": "gemma3_text", "num_key_value_heads": 2}
 BAMBA = {**LLAMA, "model_type": "bamba", "mamba_n_heads": 8, "mamba_expand": 2}
 GRANITE_4 = {**LLAMA, "model_type": "granitemoehybrid", "mamba_n_heads": 8, "num_local_experts": 0}
 REFUSED = [
-  (GRANITE_4, {"num_local_experts": 8}, "num_local_experts=8: only 0 is read"),
+  (GRANITE_4, {"num_local_experts": -1}, "num_local_experts=-1: a whole number"),
   (GRANITE_4, {"layer_types": ["mamba", "conv"]}, "for each of the 2 layers is needed"),
   (BAMBA, {"mamba_d_head": 9}, "or mamba_expand * hidden_size: 32"),
   (BAMBA, {"mamba_conv_bias": False}, "mamba_conv_bias=False: only True is read"),

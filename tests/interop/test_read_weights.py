@@ -36,6 +36,7 @@ MESHES = {
   "glm4_moe": "dp2_fsdp2_tp2",
   "gpt2": "fsdp8",
   "granitemoehybrid": "dp2_fsdp2_tp2",
+  "granitemoehybrid_experts": "dp4_tp2",
   "gpt_oss": "dp4_tp2",
   "llama": "dp4_tp2",
   "llama4": "dp2_fsdp2_tp2",

@@ -128,6 +128,16 @@ FOLDERS = {
     },
     "float32",
   ),
+  "granitemoehybrid_experts": (
+    "granitemoehybrid",
+    {
+      **{"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"]},
+      **{"mamba_n_heads": 4, "mamba_d_state": 6, "num_local_experts": 6, "num_experts_per_tok": 3},
+      **{"intermediate_size": 10, "shared_intermediate_size": 20, "residual_multiplier": 0.4},
+      **{"position_embedding_type": "rope", "rope": (1000.0, {})},
+    },
+    "bfloat16",
+  ),
   "granitemoehybrid": (
     "granitemoehybrid",
     {

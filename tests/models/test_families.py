@@ -63,6 +63,8 @@ PUBLISHED = {
   "lfm2_1_2b": 1_170_340_608,
   # Of 32 layers 29 with Mamba-2 and 3 with attention; 9.78 billion, as published.
   "bamba_9b": 29 * 102_286_976 + 3 * 41_943_040 + 32 * 176_168_960 + 2 * 525_336_576 + 4096,
+  "granite4_h_tiny": 6_939_037_248,
+  "granite4_h_small": 32_207_337_984,
   "granite4_h_micro": 36 * 25_847_232 + 4 * 10_485_760 + 40 * 50_335_744 + 205_520_896 + 2048,
   "olmo2_7b": 7_298_617_344,
   "olmo2_13b": 13_716_198_400,
