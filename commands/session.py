@@ -37,6 +37,7 @@ def main(argv: list[str]) -> int:
     logging.set_verbosity(logging.WARNING)  # info of libraries is not of interest
   try:
     verb = flags.chosen_verb(argv[1:])
+    preemption.wait_for_place(lambda: _warm_up(verb))
     if VERBS[verb].jax:
       importlib.import_module("jax")  # which raises over wrong values of its variables
     devices.check_xla_flags()
@@ -56,6 +57,12 @@ def main(argv: list[str]) -> int:
   return with_others(
     flags.CONFIG.value.processes, flags.workdir(), lambda watch: _run(command.prepare, verb, watch)
   )
+
+
+def _warm_up(verb: str) -> None:
+  """Imports what a run imports on its way to its first step."""
+  for name in ("jax", f"commands.{verb}"):
+    importlib.import_module(name)
 
 
 def with_others(keys: ConfigDict, workdir: epath.Path, act: Callable[[Watchdog], int]) -> int:

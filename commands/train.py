@@ -121,7 +121,7 @@ def _run(data: splits.Data, start: restore.Start, watch: Watchdog) -> int:
   wanted = wanted_sample(ready, data)
   report = report_of(start, wanted, command=flags.command_line())
   try:
-    end = loop.train(data, start, watch, started=goodput.process_started(), observer=report)
+    end = loop.train(data, start, watch, started=goodput.began(), observer=report)
   except (TrainingStoppedError, SaveError, CallbackError) as error:
     if watch.survives(error):
       raise

@@ -29,7 +29,6 @@ with epy.lazy_imports():  # a single process, or a command line that is refused,
 
   # Nothing else lets go of a backend, so that the next one has the devices of the new group.
   import jax.extend.backend
-  import psutil
 
   from processes import crash_output, jax_internals, listening, rendezvous, tokens
 
@@ -50,6 +49,8 @@ _SHUTDOWN_SECONDS = 300
 # Only the first few processes watch all others: N watching N would be N * N reads.
 WATCHERS = 8
 _MOST_UNSIGNED = 1000
+_POLL_SECONDS = 0.05
+_CLOSING_SECONDS = 1.0  # for gloo to close connections that were ended
 _PARTING_SECONDS = 2.0  # in which the others leave the service that process 0 runs
 # Never reached: before that, the watchdog ends a run that hangs, and names who is behind.
 _FOR_EVER_SECONDS = 7 * 24 * 3600
@@ -367,6 +368,8 @@ def connect(
   jax.config.update("jax_enable_preemption_service", False)
   if replaceable():  # else the death of one process ends all others
     jax.config.update("jax_enable_recoverability", True)
+  if index:  # gRPC asks a service that is not there yet again after a second
+    _wait_for_service(address, start_timeout_seconds)
   alone_here = any(os.environ.get(n, "").partition("(")[0] == "1" for n in PER_HOST)
   jax.distributed.initialize(
     address,
@@ -380,6 +383,18 @@ def connect(
   )
   _current = Group(index, count, heartbeat_seconds, jax_internals.client(), key, address=address)
   return _current
+
+
+def _wait_for_service(address: str, timeout_seconds: float) -> None:
+  """Returns when JAX's coordination service listens; if it does not in time, JAX says so."""
+  until = time.monotonic() + timeout_seconds
+  while time.monotonic() < until:
+    with (
+      contextlib.suppress(OSError),
+      socket.create_connection(listening.split(address), timeout=_POLL_SECONDS),
+    ):
+      return
+    time.sleep(_POLL_SECONDS)
 
 
 def _find(timeout_seconds: float, on_tpu: bool) -> tuple[str, int, int]:
@@ -450,6 +465,9 @@ class _NoStore:
     raise jax.errors.JaxRuntimeError(f"CANCELLED: {name}: this process has left the group")
 
 
+_cut: dict[int, int] = {}  # number -> inode of the connections that were ended
+
+
 def cut() -> None:
   """Ends the connections to the other processes, from any thread: whatever waits for them raises.
 
@@ -459,10 +477,16 @@ def cut() -> None:
   with contextlib.suppress(jax.errors.JaxRuntimeError):
     jax_internals.client().shutdown()
   service = listening.split(_current.address)[1]
-  for one in psutil.Process().net_connections("tcp"):
-    if one.status == psutil.CONN_ESTABLISHED and service not in (one.laddr[1], one.raddr[1]):
-      with contextlib.suppress(OSError), socket.socket(fileno=os.dup(one.fd)) as connection:
-        connection.shutdown(socket.SHUT_RDWR)
+  for name in os.listdir("/dev/fd"):  # psutil does not list those whose other end has died
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+      tcp = connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX
+      if tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        ports = [connection.getsockname()[1]]
+        with contextlib.suppress(OSError):  # it has no other end any more
+          ports.append(connection.getpeername()[1])
+        if service not in ports:
+          _cut[int(name)] = os.fstat(int(name)).st_ino
+          connection.shutdown(socket.SHUT_RDWR)
 
 
 def abandon() -> None:
@@ -475,10 +499,26 @@ def abandon() -> None:
   with contextlib.suppress(jax.errors.JaxRuntimeError):
     jax.distributed.shutdown()
   jax_internals.forget_client()
-  _current, _called = Group(), False
+  _current, _called, preemption.joined = Group(), False, time.monotonic()
   jax.clear_caches()
   jax.extend.backend.clear_backends()
   gc.collect()
+  closing = threading.Timer(_CLOSING_SECONDS, _close_rest, [dict(_cut)])
+  closing.daemon = True
+  closing.start()
+  _cut.clear()
+
+
+def _close_rest(connections: Mapping[int, int]) -> None:
+  """Closes what is left of ended connections, so that their numbers stay in use.
+
+  Gloo keeps those on which something arrives that no collective waits for any more, and its thread
+  then asks for their state without a pause, as long as the process runs.
+  """
+  for number, inode in connections.items():
+    with contextlib.suppress(OSError), open(os.devnull) as nowhere:
+      if os.fstat(number).st_ino == inode:
+        os.dup2(nowhere.fileno(), number, inheritable=False)
 
 
 _last_things: list[Callable[[], None]] = []

@@ -24,8 +24,11 @@ AGAIN_SECONDS = 1.0
 _CLEANUP_SECONDS = 5.0
 _POLLED_SECONDS = 3.0  # for the main thread to clean up, if it polls for a stop
 
-# Set by a launcher that starts a process which dies alone again, and tells the others by a signal.
+# Set by a launcher that starts a process which dies alone again, and tells the others by a signal:
+# the number of a pipe in which the run asks for a spare.
 REPLACEABLE, PEER_LOST = "MESHWRIGHT_REPLACEABLE", signal.SIGUSR1
+SPARE = "MESHWRIGHT_SPARE"  # set for a process that waits on its standard input for its index
+WANTED, READY = b"w", b"r"  # what is written to that pipe
 # Set by one that starts an elastic run again with fewer processes: how many all are, and a file
 # descriptor to which the run writes with how many it can go on.
 OF_PROCESSES, FITTING = "MESHWRIGHT_PROCESSES", "MESHWRIGHT_FITTING_TO"
@@ -223,6 +226,46 @@ def output_closed() -> None:
 
 def _nothing(number: int, frame: object) -> None:
   """Handles a signal: it is in the pipe already."""
+
+
+# ------------------------------ the place of a process that has died ------------------------------
+
+joined = 0.0  # since when this process takes part in the run, where that is not since its start
+
+
+def ask_for_spare(what: bytes = WANTED) -> None:
+  """Asks the launcher for a spare, or says that this process is one, which is READY."""
+  with contextlib.suppress(OSError, ValueError):  # another launcher set it
+    os.write(int(os.environ[REPLACEABLE]), what)
+
+
+def wait_for_place(warm_up: Callable[[], None]) -> None:
+  """Waits, in a spare, to take the place of a process that has died; else returns at once.
+
+  Args:
+    warm_up: does what can be done before, in a thread of low priority: the run needs the processor.
+  """
+  global joined
+  if not os.environ.pop(SPARE, ""):
+    return
+
+  def at_low_priority() -> None:
+    with contextlib.suppress(OSError):
+      os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of the thread, on Linux
+    warm_up()
+    ask_for_spare(READY)
+
+  warming = threading.Thread(target=at_low_priority)
+  warming.start()
+  index = os.read(0, 16)
+  if not index:  # the launcher has ended
+    os._exit(exit_codes.DONE)
+  warming.join()
+  joined = time.monotonic()
+  os.environ["JAX_PROCESS_ID"] = index.decode().strip()
+  nowhere = os.open(os.devnull, os.O_RDONLY)
+  os.dup2(nowhere, 0)
+  os.close(nowhere)
 
 
 # ------------------------------ before the watchdog ------------------------------

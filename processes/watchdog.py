@@ -23,6 +23,7 @@ from typing import NoReturn
 from etils import epy
 
 from processes import coordination as groups
+from processes import preemption
 from processes.preemption import StopRequest, tell
 from runtime import exit_codes
 from runtime.printable import printable
@@ -157,6 +158,8 @@ class Watchdog:
           known = self._lengths.get(kind)
           if known is None:
             self._lengths[kind] = collections.deque(maxlen=_REMEMBERED)
+            if kind == STEP and self.group.first and groups.replaceable():
+              preemption.ask_for_spare()  # not before: its imports would slow the start down
           else:
             known.append(now - self._began)
         self._began = now

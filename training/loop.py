@@ -367,7 +367,7 @@ class Run:
     self.saver.save(self.done, *saved, **ranked_by)
 
   def _save_to_memory(self) -> None:
-    self.watch.at(f"step {self.done}: saving to memory", SAVING)
+    self.watch.at(f"step {self.done}: saving to memory")  # of a step: its time is known
     self.replicas.before_save(self.done, self.state)
     given = {"config": self.saver.config, "record": self._record()}
     self.start.memory.save(self.done, self.start.saved_part(self.state), **given)

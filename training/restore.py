@@ -350,9 +350,12 @@ class RunCheckpoints:
       step, known = found.step, run_record.read(found)
       origin = f"resumes from the checkpoint of step {step}{f' {found}' if in_memory else ''}"
       old, new = found.config, self.job.config
-      totals = old["training"]["steps"], new.training.steps
-      if changed := schedules.change_text(old["optimizer"], new.optimizer, *totals, step):
-        origin += f"\n{changed}"
+      totals, plain = (old["training"]["steps"], new.training.steps), forms.plain(new.optimizer)
+      if totals[0] == totals[1] and old["optimizer"] == plain:
+        changed = ""  # without a look at its rates, for which JAX compiles a program per operation
+      else:
+        changed = schedules.change_text(old["optimizer"], new.optimizer, *totals, step)
+      origin += f"\n{changed}" if changed else ""
     else:
       step, (state, origin, base), known = 0, first_state(self.job), {}
     self.job.check_placed(state)

@@ -11,7 +11,8 @@ SIGTERM goes to each process alone, not to its children: a shell in between must
 
 --restarts=N runs the same command again after exit code 1, 75 or death by a signal.
 --replacements=N first starts processes that a signal has ended alone, N of them at most: the others
-abandon the step in flight, meet the new ones, and resume from the newest checkpoint.
+abandon the step in flight, meet the new ones, and resume from the newest checkpoint. A run of
+main.py then has a spare: a process with all imports done, which takes the next one's place.
 With training.elastic=True, a run that processes are missing from after that starts again with fewer
 of them, as many as it can divide its batches by. After --return_seconds (0: never), or on SIGUSR2
 to the launcher, it saves and starts again with all.
@@ -69,7 +70,15 @@ import psutil
 
 from processes import reaper
 from processes.listening import free_port
-from processes.preemption import FITTING, OF_PROCESSES, PEER_LOST, REPLACEABLE
+from processes.preemption import (
+  FITTING,
+  OF_PROCESSES,
+  PEER_LOST,
+  READY,
+  REPLACEABLE,
+  SPARE,
+  WANTED,
+)
 from runtime.exit_codes import DONE, FAILED, REFUSED, STOPPED, retryable
 
 RESTARTABLE = (FAILED, STOPPED)  # and death by signals
@@ -106,13 +115,14 @@ class Process:
   """One of the processes.
 
   Attributes:
+    index: None of a spare.
     code: None while it runs, then as in Popen: negative for a signal.
     pressed: the last signal that the launcher sent to end it.
     pipes: how many of its outputs are open.
     last_lines: of both outputs, as they came.
   """
 
-  index: int
+  index: int | None
   popen: psutil.Popen
   code: int | None = None
   pressed: signal.Signals | None = None
@@ -192,7 +202,8 @@ class Logs:
     for line in lines:
       pipe.noisy = any(text in line for text in NOISE) or (pipe.noisy and not line.strip())
       if not pipe.noisy:
-        shown.append(b"[%d] %b" % (pipe.process.index, line))
+        index = pipe.process.index
+        shown.append(b"[%b] %b" % (b"spare" if index is None else b"%d" % index, line))
     pipe.process.last_lines.extend(shown)
     self._write(pipe.to, b"".join(line + b"\n" for line in shown))
 
@@ -238,6 +249,9 @@ class Attempt:
     self._heard, self._announced = 0, math.inf
     self._environment: dict[str, str] = {}
     self._replaced = 0
+    self._spare: Process | None = None
+    self._asks, self._ask = os.pipe()  # in which the run asks for a spare
+    os.set_blocking(self._asks, False)
     self._processes: list[Process] = []
     self._first: Process | None = None  # that failed
     self._terminate_at = self._kill_at = math.inf
@@ -256,10 +270,12 @@ class Attempt:
 
   def __exit__(self, *exception) -> None:
     """Kills running processes, and merges the rest of their output."""
-    for process in self._alive():
+    for process in (*self._alive(), *filter(None, [self._spare])):
       reaper.kill_session(process.popen.pid)
     self._log.drain(self._processes)
     self._log.close()
+    os.close(self._asks)
+    os.close(self._ask)
     self._reaper.stdin.close()
     self._reaper.wait()
     for end in self._fitting:
@@ -284,7 +300,7 @@ class Attempt:
       "PYTHONFAULTHANDLER": "1",  # a peer's SIGABRT then shows where it was
     }
     if self._options.replacements:
-      environment[REPLACEABLE] = "1"
+      environment[REPLACEABLE] = str(self._ask)
     self._environment = environment
     for index in range(count):
       if asked:  # the started ones wait for the others: there is nothing to save
@@ -296,22 +312,23 @@ class Attempt:
     self._log.say(f"started {count} processes (pid {text}), coordinator {address}")
     self._report(pids=pids)
 
-  def _begin(self, index: int) -> Process:
-    """Starts a process, and takes over its output; raises OSError as `start`."""
+  def _begin(self, index: int | None) -> Process:
+    """Starts a process, None: a spare, and takes over its output; raises OSError as `start`."""
 
     def before() -> None:
       # By exec, an ignored signal stays ignored until the process is ready for it.
       signal.signal(PEER_LOST, signal.SIG_IGN)
       os.write(self._reaper.stdin.fileno(), b"+%d\n" % os.getpid())
 
+    role = {SPARE: "1"} if index is None else {"JAX_PROCESS_ID": str(index)}
     popen = psutil.Popen(
       self._options.command,
-      stdin=subprocess.DEVNULL,
+      stdin=subprocess.PIPE if index is None else subprocess.DEVNULL,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       bufsize=0,
-      pass_fds=self._fitting[1:],
-      env={**self._environment, "JAX_PROCESS_ID": str(index)},
+      pass_fds=[*self._fitting[1:], self._ask],
+      env={**self._environment, **role},
       start_new_session=True,  # the terminal's Ctrl-C reaches the launcher alone
       # Safe, as the launcher has one thread. The reaper says why the process does this itself.
       preexec_fn=before,
@@ -319,6 +336,25 @@ class Attempt:
     process = Process(index, popen)
     self._log.add(process)
     return process
+
+  def _keep_spare(self) -> None:
+    """Starts a spare if the run asks for one, which takes the place of the next that dies."""
+    with contextlib.suppress(OSError):  # nothing is said; or there is no memory for a spare
+      said, left = os.read(self._asks, select.PIPE_BUF), self._options.replacements - self._replaced
+      if READY in said and self._spare:
+        self._log.say(f"pid {self._spare.popen.pid} is ready to take the place of one that dies")
+      if WANTED in said and left and not (self._spare or self._first or asked):
+        self._spare = self._begin(None)
+
+  def _successor(self, index: int) -> Process:
+    """Returns a process that takes the place of a dead one: the spare, or a new one."""
+    spare, self._spare = self._spare, None
+    if spare:
+      with contextlib.suppress(BrokenPipeError), spare.popen.stdin as pipe:
+        pipe.write(b"%d\n" % index)
+        spare.index = index
+        return spare
+    return self._begin(index)
 
   def _replace(self, ended: list[Process]) -> list[Process]:
     """Starts those that a signal has ended again, as often as may be; returns the other ones."""
@@ -330,15 +366,14 @@ class Attempt:
     if self._replaced + len(dead) > most:
       self._log.say(f"not replaced (--replacements={most})")
       return ended
+    for process in self._alive():
+      os.kill(process.popen.pid, PEER_LOST)
     for process in dead:
       self._replaced += 1
       self._log.drain([process])
       many = f"{self._replaced} of {most}"
       self._log.say(f"process {process.index} ended: {process.how()}; replacement {many}")
-      self._processes[process.index] = self._begin(process.index)
-    for process in self._processes:
-      with contextlib.suppress(OSError):
-        os.kill(process.popen.pid, PEER_LOST)
+      self._processes[process.index] = self._successor(process.index)
     self._report(pids=[process.popen.pid for process in self._processes])
     return [process for process in ended if process not in dead]
 
@@ -348,6 +383,7 @@ class Attempt:
       self._log.pump(POLL_SECONDS)
       self._hear()
       self._grow()
+      self._keep_spare()
       self._notice()
       self._press()
     codes = [None if p.code is None else _exit_code(p.code) for p in self._processes]

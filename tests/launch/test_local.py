@@ -12,7 +12,7 @@ import pytest
 
 from processes.launch import __main__ as launcher_code
 from runtime import exit_codes
-from tests.launch.launchers import ROOT, runs, wait_until
+from tests.launch.launchers import PRELUDE, ROOT, runs, wait_until
 
 SLEEP = "print('up', index); time.sleep(100)"
 UP = ("[0] up 0", "[1] up 1")
@@ -510,3 +510,55 @@ def test_a_run_that_fits_no_smaller_number_is_restarted_or_ends(launch):
     assert launcher.end() == 0
     assert "launch: restart 1 of 1\n" in launcher.err
     assert "goes on with" not in launcher.err
+
+
+# A process 1 that is no spare dies once the spare is ready, which it may kill before.
+SPARES = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from processes import preemption
+preemption.wait_for_place(lambda: mark(f"spare-{{os.getpid()}}"))
+spare = bool(preemption.joined)
+"""
+WITH_SPARE = """
+index = int(os.environ["JAX_PROCESS_ID"])
+spares = lambda: [int(name[6:]) for name in os.listdir() if name.startswith("spare-")]
+if index == 0:
+  preemption.ask_for_spare()
+elif not os.path.exists("died"):
+  while not spares():
+    time.sleep(0.01)
+  mark("died")
+  time.sleep(0.2)
+  if {kills}:
+    os.kill(spares()[0], signal.SIGKILL)
+    time.sleep(0.2)
+  os.kill(os.getpid(), signal.SIGKILL)
+else:
+  print("instead", spare, os.getpid() in spares())
+  mark("again")
+wait_for("again")
+"""
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_spare_takes_the_place_of_a_process_that_dies(launch, kills):
+  rest = PRELUDE.replace('index = int(os.environ["JAX_PROCESS_ID"])', "")
+  script = rest + SPARES + WITH_SPARE.format(kills=kills)
+  command = [sys.executable, "-S", "-c", script]
+  launcher = launch("", "--replacements=2", command=command)
+  assert launcher.end() == 0
+  assert launcher.out == f"[1] instead {not kills} {not kills}\n"
+  assert "launch: process 1 ended: signal SIGKILL (9); replacement 1 of 2" in launcher.err
+  assert "is ready to take the place of one that dies" in launcher.err
+
+
+def test_a_spare_that_nobody_needs_ends_with_the_run(launch):
+  rest = PRELUDE.replace('index = int(os.environ["JAX_PROCESS_ID"])', "")
+  script = rest + SPARES + "preemption.ask_for_spare(); wait_for('end')"
+  launcher = launch("", "--replacements=1", command=[sys.executable, "-S", "-c", script])
+  launcher.wait_for("is ready to take the place of one that dies")
+  [spare] = [int(p.name[6:]) for p in launcher.folder.iterdir() if p.name.startswith("spare-")]
+  (launcher.folder / "end").touch()
+  assert launcher.end() == 0
+  assert not psutil.pid_exists(spare)

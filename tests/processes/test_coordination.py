@@ -3,7 +3,10 @@
 import errno
 import functools
 import os
+import pathlib
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -16,6 +19,7 @@ from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
 from tests.processes.stores import groups_of, together
 
+ROOT = pathlib.Path(__file__).parents[2]
 VARIABLES = [groups.ADDRESS, groups.COUNT, groups.INDEX, *sum(groups.RANKS, ()), *groups.PER_HOST]
 CLUSTERS = ("SLURM", "OMPI", "PMI", "JOB", "KUBERNETES", "TPU", "MEGASCALE", "CLOUD")
 
@@ -316,3 +320,44 @@ def test_alone_a_stop_ends_it():
   assert lockstep.enter()
   stop.request("SIGINT")
   assert not lockstep.enter()
+
+
+# ---- After the death of another process
+
+
+# As gloo's thread, which reads nothing that no collective waits for, and asks again at once.
+CUT = """
+import select, socket, struct, types
+from processes import coordination as groups
+from processes import jax_internals
+
+def connected(listener):
+  near = socket.create_connection(listener.getsockname())
+  return near, listener.accept()[0]
+
+service, peers = [socket.create_server(("localhost", 0)) for _ in range(2)]
+groups._current = groups.Group(0, 3, address=f"localhost:{service.getsockname()[1]}")
+jax_internals.client = lambda: types.SimpleNamespace(shutdown=list)
+kept, answering = connected(service)
+(alive, far), (dead, died) = connected(peers), connected(peers)
+for end in (far, died):
+  end.sendall(b"nobody waits for it")
+died.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+died.close()  # by a reset, as of a process that was killed
+loop = select.epoll()
+for end in (alive, dead):
+  loop.register(end, select.EPOLLIN)
+groups.cut()
+assert len(loop.poll(0)) == 2, "both are over"
+groups._close_rest(groups._cut)
+assert loop.poll(0) == [], "which no thread is told of again"
+kept.sendall(b"still there")
+assert answering.recv(99) == b"still there"
+new = socket.socket().fileno()
+assert new not in (alive.fileno(), dead.fileno()), "their numbers stay in use"
+"""
+
+
+def test_connections_that_are_cut_keep_no_thread_awake():
+  done = subprocess.run([sys.executable, "-c", CUT], cwd=ROOT, capture_output=True, text=True)
+  assert not done.returncode, done.stderr

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from processes.coordination import Group
-from processes.preemption import StopRequest
+from processes.preemption import REPLACEABLE, WANTED, StopRequest
 from processes.watchdog import ENDING, EVALUATION, SAVING, STARTING, STEP, Watchdog
 from tests.processes.clocks import Clock
 
@@ -117,6 +117,20 @@ def test_kinds_are_known_apart(clock):
   assert watch.limit() == 40
 
 
+def test_the_first_step_asks_for_a_spare_once(clock, monkeypatch):
+  reading, writing = os.pipe()
+  os.set_blocking(reading, False)
+  monkeypatch.setenv(REPLACEABLE, str(writing))
+  watch = watching()
+  watch.at("step 1", STEP, begins=True)
+  with pytest.raises(BlockingIOError):
+    os.read(reading, 9)
+  beats(watch, clock, STEP, 1, 1, 1)
+  assert os.read(reading, 9) == WANTED
+  for end in (reading, writing):
+    os.close(end)
+
+
 def test_old_lengths_are_forgotten(clock):
   watch = watching()
   beats(watch, clock, STEP, 1, 4, *[1] * 50)
@@ -129,7 +143,7 @@ def test_old_lengths_are_forgotten(clock):
 SCRIPT = """
 import ctypes, os, signal, subprocess, sys, threading, time
 from processes.coordination import Group
-from processes.preemption import StopRequest
+from processes.preemption import REPLACEABLE, WANTED, StopRequest
 from processes.watchdog import *
 watch = Watchdog(Group(), StopRequest(), deadline_seconds=1, start_timeout_seconds=0.6)
 """

@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from processes import preemption
 from runtime.units import clock
 
 # Bin -> what it is called. One clock runs in one of them at any time.
@@ -138,6 +139,15 @@ def boot() -> dict[str, Any]:
   except OSError:
     return {}
   return {"boot": name, "uptime": round(time.clock_gettime(time.CLOCK_BOOTTIME), 6)}
+
+
+def began() -> float:
+  """Returns since when this process takes part in the run, on the clock of `time.monotonic`.
+
+  That is its start, or later: where it has waited as a spare, or joined again after the death of
+  another process.
+  """
+  return preemption.joined or process_started()
 
 
 def process_started() -> float:

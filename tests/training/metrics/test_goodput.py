@@ -7,11 +7,12 @@ import time
 import psutil
 import pytest
 
+from processes import preemption
 from tests.training import runs
 from tests.training.runs import ROLL_BACK, source, train
 from tests.training.test_bad_steps import NAN, KilledError, dying
 from training.metrics import goodput
-from training.metrics.goodput import Goodput, process_started
+from training.metrics.goodput import Goodput, began, process_started
 
 
 class Clock:
@@ -162,6 +163,12 @@ def test_the_age_of_this_process():
   assert time.monotonic() - started == pytest.approx(age, abs=2)
   time.sleep(0.1)
   assert min(process_started() for _ in range(20)) == pytest.approx(started, abs=0.02)
+
+
+def test_a_process_that_has_joined_later_counts_from_then(monkeypatch):
+  assert began() == pytest.approx(process_started(), abs=0.02)
+  monkeypatch.setattr(preemption, "joined", time.monotonic() - 5)
+  assert time.monotonic() - began() == pytest.approx(5, abs=0.1)
 
 
 # ------------------------------ clocks that jump ------------------------------
