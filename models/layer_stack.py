@@ -78,6 +78,7 @@ MIXERS: Table = Table(
   {
     "gated_delta": _mixer("GatedDeltaNet"),
     "short_convolution": _mixer("ShortConvolution"),
+    "kimi_delta": _mixer("KimiDelta", "kimi_delta"),
     "mamba2": _mixer("Mamba2", "state_space"),
     "lightning": _mixer("Lightning", "state_space"),
   },

@@ -26,7 +26,7 @@ from models.spec import RESIDUAL, DecoderSpec
 from partitioning.constraints import axes_splitting, constrain, current_layout, manual_axes
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import collectives
-from partitioning.parallel.matmuls import column_parallel, row_parallel
+from partitioning.parallel.matmuls import Dropped, column_parallel, row_parallel
 from partitioning.parallel.sharded_function import on_shards
 from partitioning.rules import Axes
 from runtime.rematerialization import ATTENTION_OUTPUT
@@ -161,18 +161,21 @@ def gates_at_borders(log_decay: Array, strength: Array, rows: Rows) -> tuple[Arr
   """Returns decays that begin anew with each document; padding decays and writes nothing.
 
   Args:
-    log_decay: logarithms, [B, T, heads], at most 0.
+    log_decay: logarithms, [B, T, heads], or of each row [B, T, heads, h], at most 0.
     strength: of what is written, [B, T, heads].
     rows: of the tokens.
   """
-  begins_BT1 = (rows.positions_BT == 0)[..., None]
-  log_decay = jnp.where(begins_BT1, jnp.full_like(log_decay, -jnp.inf), log_decay)
+
+  def of_heads(mask_BT: Array, x: Array) -> Array:
+    return mask_BT.reshape(*mask_BT.shape, *(1,) * (x.ndim - 2))
+
+  begins = of_heads(rows.positions_BT == 0, log_decay)
+  log_decay = jnp.where(begins, jnp.full_like(log_decay, -jnp.inf), log_decay)
   if rows.counts_B is None:
     return log_decay, strength
   slots_T = jnp.arange(strength.shape[1], dtype=jnp.int32)
-  there = (slots_T[None] < rows.counts_B[:, None])[..., None]
-  nothing = jnp.zeros_like(strength)
-  return jnp.where(there, log_decay, nothing), jnp.where(there, strength, nothing)
+  there = slots_T[None] < rows.counts_B[:, None]
+  return tuple(jnp.where(of_heads(there, x), x, jnp.zeros_like(x)) for x in (log_decay, strength))
 
 
 def facts(rows: Rows, batch: int, length: int) -> tuple[Array, Array]:
@@ -187,6 +190,8 @@ class GatedDeltaNet(nnx.Module):
   """Gated DeltaNet. Source: arXiv:2412.06464; as in Qwen3-Next."""
 
   cached = "states", "query_tails", "key_tails", "value_tails"
+  decays = "A"  # letters of a token's decays: of heads, or of each of their rows
+  gate_activation = staticmethod(jax.nn.silu)
 
   def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs, name: str):
     """Draws the projections, convolutions and decays."""
@@ -198,7 +203,7 @@ class GatedDeltaNet(nnx.Module):
     self.query_taps, self.key_taps, self.value_taps = (
       draw_taps(spec, letters, rngs) for letters in ("wGh", "wGh", "wAu")
     )
-    self.log_factor, self.step_bias = draw_decays(spec, rngs)
+    self.log_factor, self.step_bias = draw_decays(spec, rngs, steps=self.decays)
     plain = dataclasses.replace(spec, norm_scale_from_one=False)
     self.norm = Norm(f"{name}/norm", plain)
     self.out = linear(f"{name}/out", scale=spec.out_scale)
@@ -236,9 +241,8 @@ class GatedDeltaNet(nnx.Module):
     del layer
     keys = (None, None) if key is None else jax.random.split(key)
     dropped = functools.partial(adapter_dropout, self.adapter_dropout, slots_T=rows.slots_BT[0])
-    projections = [self.query, self.key, self.value, self.gate, self.decay, self.strength]
     inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
-    q, k, v, gate, decay, strength = column_parallel(x_BRD, projections, RESIDUAL, inputs)
+    q, k, v, gate, decay, strength = self._projected(x_BRD, inputs)
     q, k, v, gate = (
       named(x, name) for x, name in ((q, "query"), (k, "key"), (v, "value"), (gate, "gate"))
     )
@@ -246,26 +250,31 @@ class GatedDeltaNet(nnx.Module):
     out_BTAu, cache = self._mixed(q, k, v, decay, strength, rows, cache)
     out_BTAu = named(out_BTAu, ATTENTION_OUTPUT)
     wide = wide_dtype(self.dtype)
-    gated = self.norm(out_BTAu).astype(wide) * jax.nn.silu(gate.astype(wide))
+    gated = self.norm(out_BTAu).astype(wide) * self.gate_activation(gate.astype(wide))
     gated = constrain(gated.astype(self.dtype), "BTAu")
     inputs = dropped(key=keys[1], letters="BTAu", shape=gated.shape)
     return row_parallel(gated, self.out, RESIDUAL, inputs), cache
 
-  def _gates(self, decay_BTA: Array, strength_BTA: Array, rows: Rows) -> tuple[Array, Array]:
+  def _projected(self, x_BRD: Float[Array, "B R D"], inputs: Dropped | None) -> list[Array]:
+    """Returns queries, keys, values, gates, and what decays and strengths are made of."""
+    projections = [self.query, self.key, self.value, self.gate, self.decay, self.strength]
+    return column_parallel(x_BRD, projections, RESIDUAL, inputs)
+
+  def _gates(self, decay: Array, strength_BTA: Array, rows: Rows) -> tuple[Array, Array]:
     """Returns logarithms of decays, and strengths; padding decays and writes nothing."""
     wide = wide_dtype(self.dtype)
-    factor, bias = (
-      constrain(x[...].astype(wide), "A")[None, None] for x in (self.log_factor, self.step_bias)
-    )
-    log_decay_BTA = -jnp.exp(factor) * jax.nn.softplus(decay_BTA.astype(wide) + bias)
-    return gates_at_borders(log_decay_BTA, jax.nn.sigmoid(strength_BTA.astype(wide)), rows)
+    bias = constrain(self.step_bias[...].astype(wide), self.decays)[None, None]
+    factor = constrain(self.log_factor[...].astype(wide), "A")[None, None]
+    factor = factor.reshape(*factor.shape, *(1,) * (bias.ndim - factor.ndim))
+    log_decay = -jnp.exp(factor) * jax.nn.softplus(decay.astype(wide) + bias)
+    return gates_at_borders(log_decay, jax.nn.sigmoid(strength_BTA.astype(wide)), rows)
 
   def _mixed(
     self,
     q: Float[Array, "B T G h"],
     k: Float[Array, "B T G h"],
     v: Float[Array, "B T A u"],
-    decay: Float[Array, "B T A"],
+    decay: Float[Array, "B T A *h"],
     strength: Float[Array, "B T A"],
     rows: Rows,
     cache: Cache | None,
@@ -294,7 +303,8 @@ class GatedDeltaNet(nnx.Module):
       tails = (new_tail(x, most, rows).astype(self.dtype) for x in kept)
       return out.astype(self.dtype), state, *tails
 
-    letters = ["BTGh", "BTGh", "BTAu", "BTA", "BTA", "wGh", "wGh", "wAu", "BT", "T"]
+    decays = f"BT{self.decays}"
+    letters = ["BTGh", "BTGh", "BTAu", decays, "BTA", "wGh", "wGh", "wAu", "BT", "T"]
     given = [q, k, v, decay, strength, *taps, *facts(rows, q.shape[0], q.shape[1])]
     if cache is None:
       return on_shards(on_device, letters, "BTAu", *given), None
@@ -309,17 +319,17 @@ class GatedDeltaNet(nnx.Module):
 
 
 def draw_decays(
-  spec: DecoderSpec, rngs: nnx.Rngs, least: float = 0.0
+  spec: DecoderSpec, rngs: nnx.Rngs, least: float = 0.0, steps: str = "A"
 ) -> tuple[nnx.Param, nnx.Param]:
   """Draws logarithms of the heads' decays, from `least` on, and the biases of their steps."""
-  dtype, (heads,) = spec.parameter_dtype, spec.sizes("A")
-  uniform = functools.partial(jax.random.uniform, shape=(heads,), dtype=dtype)
+  dtype = spec.parameter_dtype
+  uniform = functools.partial(jax.random.uniform, dtype=dtype)
   least = max(least, jnp.finfo(dtype).tiny)
-  factor_A = uniform(rngs.params(), minval=least, maxval=LARGEST_DECAY)
+  factor_A = uniform(rngs.params(), spec.sizes("A"), minval=least, maxval=LARGEST_DECAY)
   first, last = (jnp.log(jnp.asarray(x, dtype)) for x in STEPS)
-  step_A = jnp.exp(uniform(rngs.params(), minval=first, maxval=last))
-  inverse_A = step_A + jnp.log(-jnp.expm1(-step_A))  # of softplus
-  return nnx.Param(jnp.log(factor_A)), nnx.Param(inverse_A)
+  step = jnp.exp(uniform(rngs.params(), spec.sizes(steps), minval=first, maxval=last))
+  inverse = step + jnp.log(-jnp.expm1(-step))  # of softplus
+  return nnx.Param(jnp.log(factor_A)), nnx.Param(inverse)
 
 
 def draw_taps(spec: DecoderSpec, letters: str, rngs: nnx.Rngs) -> nnx.Param:

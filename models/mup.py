@@ -22,7 +22,7 @@ from partitioning.rules import Dim, Legend
 VECTORS = ("scale", "bias", "sinks", "log_factor")
 _HEADS, _HEAD = ("heads", "kv_heads"), "head"
 # Dims that are the inputs of a kernel that begins with them: of the residual, of latent vectors.
-INPUTS = ("model", "query_latent", "latent")
+INPUTS = ("model", "query_latent", "latent", "decay_latent", "gate_latent")
 # Hidden dims of MLPs, of experts, and of experts that all tokens share.
 HIDDEN_LAYERS = ("feedforward", "expert_feedforward", "shared_feedforward")
 # Dims that grow with the model; all others (vocabulary, positions, inputs, ...) are finite.

@@ -428,6 +428,8 @@ class DecoderSpec(LayersSpec):
       "h": ("mixer_head", self.mixer_head_size),
       "u": ("mixer_value_head", self.mixer_value_head_size),
       "X": ("mixer_channels", self.model_size),
+      "j": ("decay_latent", self.mixer_head_size),
+      "i": ("gate_latent", self.mixer_value_head_size),
       "w": ("convolution", self.convolution_size),
       "o": ("convolution_tail", self.convolution_size - 1),
       "y": ("mixer_layers", mixer_layers(self)),

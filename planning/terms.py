@@ -471,7 +471,10 @@ def mixer_states(step: StepFacts) -> Iterator[Term]:
     arrays, why = 1, "inputs that the convolutions of the next pieces see"
     if name == STATES:
       heads, size, value_size = sizes
-      sizes = [heads, size * value_size + (size**2 if model.mixer == "gated_delta" else 1)]
+      sizes = [
+        heads,
+        size * value_size + (size**2 if model.mixer in ("gated_delta", "kimi_delta") else 1),
+      ]
       arrays, why = 2, "what pieces of rows do to the states of mixers"
     elements = rows * math.prod(sizes)
     yield Term("all-gather", axes, 2 * often, elements, why, itemsize, arrays=arrays)

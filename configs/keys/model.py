@@ -77,7 +77,7 @@ _EXPERTS: Rows = {
 }
 
 # Of mixers with a state; 0: what follows from other keys.
-WITH_STATES = ("gated_delta", "mamba2", "lightning")
+WITH_STATES = ("gated_delta", "kimi_delta", "mamba2", "lightning")
 MIXER: Rows = {
   "mixer_heads": Key(0, "heads of values; 0: heads", unit="heads", least=0, most=MOST_HEADS),
   "mixer_key_heads": Key(
@@ -207,10 +207,10 @@ DECODER: Rows = {
   "mixer": Key(
     "none",
     "What layers of the type mixer have in place of attention, with a state whose size does not "
-    "depend on the number of tokens: gated_delta (Gated DeltaNet, arXiv:2412.06464), mamba2 "
-    "(arXiv:2405.21060), lightning (lightning attention, arXiv:2501.08313), or short_convolution "
-    "(LFM2)",
-    choices=("none", "gated_delta", "mamba2", "lightning", "short_convolution"),
+    "depend on the number of tokens: gated_delta (Gated DeltaNet, arXiv:2412.06464), kimi_delta "
+    "(Kimi Delta Attention, arXiv:2510.26692), mamba2 (arXiv:2405.21060), lightning (lightning "
+    "attention, arXiv:2501.08313), or short_convolution (LFM2)",
+    choices=("none", "gated_delta", "kimi_delta", "mamba2", "lightning", "short_convolution"),
     registry="mixer",
     excludes={
       "model.base_width": "muP has no rule for the sizes of mixers",
@@ -221,7 +221,7 @@ DECODER: Rows = {
     4,
     "tokens that a mixer's causal convolution sees, its own the last",
     unit="tokens",
-    needs="model.mixer=gated_delta|mamba2|short_convolution",
+    needs="model.mixer=gated_delta|kimi_delta|mamba2|short_convolution",
   ),
   **shared(MIXER, needs=f"model.mixer={'|'.join(WITH_STATES)}"),
   "mixer_step_limits": Key(

@@ -45,6 +45,8 @@ _TRANSFORMER: dict[str, tuple[Axes, Axes]] = {
   "mixer_head": ((), ()),
   "mixer_value_head": ((), ()),
   "mixer_channels": (("tensor",), ("tensor",)),
+  "decay_latent": ((), ()),
+  "gate_latent": ((), ()),
   "convolution": ((), ()),
   "convolution_tail": (None, ()),
   "mixer_layers": ((), None),

@@ -336,6 +336,32 @@ def recurrence(q, k, v, log_decay, strength, state, *, delta=True):
   return np.array(out), state
 
 
+def kimi_delta(model, layer, x_TD, seen_TS, positions_T, **_):
+  """Returns the update of a layer with Kimi Delta Attention (arXiv:2510.26692, equations 1, 10)."""
+  of = {key.removeprefix("attention/").removesuffix("/kernel"): x for key, x in layer.items()}
+  q, k, v = (
+    silu(convolved(np.tensordot(x_TD, of[name], 1), of[f"{name}_taps"], positions_T))
+    for name in ("query", "key", "value")
+  )
+  q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+  steps_TAh = np.tensordot(x_TD @ of["decay_latent"], of["decay"], 1) + of["step_bias"]
+  log_decay_TAh = -np.exp(of["log_factor"])[:, None] * np.log1p(np.exp(steps_TAh))
+  log_decay_TAh[positions_T == 0] = -np.inf
+  strength_TA = 1 / (1 + np.exp(-x_TD @ of["strength"]))
+  shared, state = v.shape[1] // k.shape[1], np.zeros((k.shape[2], v.shape[2]))
+  heads = [
+    recurrence(
+      *(q[:, a // shared] * k.shape[2] ** -0.5, k[:, a // shared], v[:, a]),
+      *(log_decay_TAh[:, a], strength_TA[:, a], state),
+    )[0]
+    for a in range(v.shape[1])
+  ]
+  out_TAu = np.stack(heads, axis=1)
+  normed_TAu = out_TAu / np.sqrt((out_TAu**2).mean(-1, keepdims=True) + model.norm_epsilon)
+  gate_TAu = 1 / (1 + np.exp(-np.tensordot(x_TD @ of["gate_latent"], of["gate"], 1)))
+  return np.tensordot(normed_TAu * of["norm/scale"] * gate_TAu, of["out"], 2)
+
+
 def gated_delta(model, layer, x_TD, seen_TS, positions_T, **_):
   """Returns the update of a layer with Gated DeltaNet (arXiv:2412.06464, as in Qwen3-Next)."""
   kernels = {name: layer[f"attention/{name}/kernel"] for name in ("query", "key", "value")}
@@ -434,6 +460,7 @@ def short_convolution(model, layer, x_TD, seen_TS, positions_T, **_):
 
 MIXERS = {
   "gated_delta": gated_delta,
+  "kimi_delta": kimi_delta,
   "mamba2": mamba2,
   "lightning": lightning,
   "short_convolution": short_convolution,

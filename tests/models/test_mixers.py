@@ -20,6 +20,7 @@ from tests.parity.mixers import (
   CONVOLUTION,
   DELTA,
   EACH,
+  KIMI,
   LIGHTNING,
   MAMBA,
   MESHES,
@@ -150,6 +151,7 @@ def test_memory_of_the_gradient_is_linear_in_the_tokens():
 
 HYBRIDS = {
   "delta": DELTA,
+  "kimi": KIMI,
   "mamba": MAMBA,
   "lightning": LIGHTNING,
   "beside": BESIDE,
@@ -189,6 +191,7 @@ def test_the_loss_is_numpys_and_documents_have_no_influence_on_others(keys):
   ("mesh", "keys"),
   [
     ({}, QWEN),
+    ({}, KIMI),
     ({}, BESIDE),
     pytest.param({"mesh.data": 2, "mesh.tensor": 4}, MAMBA, marks=pytest.mark.long),
     pytest.param({"mesh.fsdp": 4, "mesh.tensor": 2}, CONVOLUTION, marks=pytest.mark.long),
@@ -229,6 +232,7 @@ def test_gradients_on_a_mesh_are_those_of_one_device(mesh, mixer):
   ("keys", "way"),
   [
     (DELTA, "ring"),
+    pytest.param(KIMI, "gather", marks=pytest.mark.long),
     pytest.param(DELTA, "gather", marks=pytest.mark.long),
     pytest.param(MAMBA, "gather", marks=pytest.mark.long),
     pytest.param(LIGHTNING, "ring", marks=pytest.mark.long),

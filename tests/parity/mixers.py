@@ -32,6 +32,7 @@ BESIDE = {
     ("mlp/down", 2),
   ),
 }
+KIMI = {**DELTA, "model.mixer": "kimi_delta", "model.mixer_heads": 8, "model.mixer_key_heads": 8}
 LIGHTNING = {**DELTA, "model.mixer": "lightning"}
 CONVOLUTION = {**TYPES, "model.mixer": "short_convolution", "model.convolution_size": 3}
 # As in Qwen3-Next: experts in all layers, gates of attention and of the shared expert.
@@ -68,10 +69,11 @@ EACH = {
   "qwen": {**QWEN, "optimizer.learning_rate": 0.005},
   # Small steps: keys of unit length turn far in large ones, which multiplies rounding errors.
   "delta": {**DELTA, "optimizer.learning_rate": 0.005},
+  "kimi": {**KIMI, "optimizer.learning_rate": 0.005},
   "mamba": MAMBA,
   "lightning": LIGHTNING,
   "beside": BESIDE,
   "convolution": {**CONVOLUTION, **ADAPTERS, "lora.dropout": 0.3},
 }
 # The others in `make test-long`.
-OFTEN = (("all, ring", "qwen"), ("tensor4, accumulated", "mamba"))
+OFTEN = (("all, ring", "qwen"), ("context4, gathered", "kimi"), ("tensor4, accumulated", "mamba"))

@@ -31,6 +31,7 @@ _HIDDEN = (
   *("model", *HIDDEN_LAYERS, "heads", "kv_heads", "head", "value_head", "key_value_head"),
   *("query_latent", "query_latent_output", "latent", "latent_output", "rotary_key"),
   *("mixer_heads", "mixer_key_heads", "mixer_head", "mixer_value_head", "mixer_channels"),
+  *("decay_latent", "gate_latent"),
 )
 _HEADS = ("heads", "kv_heads", "mixer_heads", "mixer_key_heads")
 _MOST_KERNELS = 6  # that a message names

@@ -7,7 +7,7 @@ from models import model_spec
 from partitioning.mesh_sizes import AXES
 from tests.helpers.jobs import make_job
 from tests.parity.latents import LATENTS
-from tests.parity.mixers import CONVOLUTION, DELTA
+from tests.parity.mixers import CONVOLUTION, DELTA, KIMI
 
 EVERY_DIM = {"model.positions": "learned", "lora.rank": 3}
 EXPERTS = {"model.experts": 4, "model.dense_layers": 1, "model.shared_feedforward_size": 8}
@@ -16,7 +16,7 @@ EXPERTS = {"model.experts": 4, "model.dense_layers": 1, "model.shared_feedforwar
 @pytest.mark.parametrize("recipe", ["lm", "mlp"])
 def test_the_axis_tables_hold_the_dims_that_the_model_has_and_no_other(recipe):
   keys = (
-    [EVERY_DIM, LATENTS, EXPERTS, DELTA, CONVOLUTION, {"model.mtp_layers": 1}]
+    [EVERY_DIM, LATENTS, EXPERTS, DELTA, KIMI, CONVOLUTION, {"model.mtp_layers": 1}]
     if recipe == "lm"
     else [{}]
   )
