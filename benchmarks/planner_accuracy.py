@@ -27,7 +27,7 @@ from models import model_spec
 from planning import aot, memory, prediction, traced_step
 from planning.analytic import Counted, counted, with_host_traffic
 from planning.interconnect import DCN
-from planning.step_facts import of_job
+from planning.step_facts import StepFacts, of_job
 from planning.step_time import Times
 from runtime.chips import CHIPS, REASONS, SOURCES, Rates, overridden
 from tests.docs.pages import write_section
@@ -71,6 +71,7 @@ class Step:
     tokens: of a step, per chip.
     tflop: of a step, per chip: the model's, with attention's scores in full.
     peak: bytes of memory of a device, by formula.
+    reserved: of `reserved_by_pytorch`.
   """
 
   run: PublishedRun
@@ -80,6 +81,7 @@ class Step:
   tokens: float
   tflop: float
   peak: int
+  reserved: Mapping[str, float]
 
   def times(self, constants: str = "") -> Times:
     """Returns how long the step takes, with the constants that a text replaces."""
@@ -117,6 +119,7 @@ def step_of(run: PublishedRun) -> Step:
   step = of_job(job)
   layers = traced_step.by_the_layers(step)
   chips = job.mesh.size / chip.devices_per_chip
+  parts = memory.by_formula(step, layers)
   flops = model_spec(job.config).train_flops_per_example(causal=False) * run.rows
   return Step(
     run,
@@ -125,8 +128,46 @@ def step_of(run: PublishedRun) -> Step:
     memory.of_the_host(step, layers),
     run.rows * run.length / chips,
     flops / chips / 1e12,
-    memory.at_once(memory.by_formula(step, layers)),
+    memory.at_once(parts),
+    reserved_by_pytorch(run, step, parts) if run.pytorch_loss else {},
   )
+
+
+def reserved_by_pytorch(
+  run: PublishedRun, step: StepFacts, parts: Mapping[str, int]
+) -> dict[str, float]:
+  """Returns part -> bytes that PyTorch's allocator has reserved at the peak of a run with FSDP2.
+
+  When the backward pass begins. Sources: torchtitan (train.py, its pull request 1033 on the loss),
+  PyTorch (FSDP2's root group; `torch.distributed.tensor.parallel.loss`).
+
+  Args:
+    run: whose loss is in float32 (the logits also as they were computed; they, their softmax and
+      its gradient in float32, and where the vocabulary is split one more) or compiled (the logits
+      and their gradient).
+    step: the same run by our program.
+    parts: of its memory, by formula.
+  """
+  sizes, (tensor, context) = step.sizes, (step.sizes["tensor"], step.sizes["context"])
+  tables = [p for p in step.parameters.values() if "V" in p.letters]
+  embeddings = sum(math.prod(p.shape) for p in tables) // tensor
+  columns = tables[0].shape[tables[0].letters.index("V")] // tensor
+  width = math.prod(tables[0].shape) // (columns * tensor)
+  tokens = run.rows * run.length * tensor / math.prod(sizes.values())
+  narrow, wide = step.compute_itemsize, 4
+  of_loss = {"compiled": 2 * narrow, "float32": narrow + wide * (4 if tensor > 1 else 3)}
+  found = {
+    # Its shards are those of data, fsdp and context together.
+    "parameters and optimizer": (parts["parameters"] + parts["optimizer state"]) / context,
+    "saved activations": parts["saved activations"],
+    "loss": of_loss[run.pytorch_loss] * tokens * columns,
+    "embeddings, gathered until the end": narrow * embeddings,
+    # Allocated on the stream that reduces them, whose blocks no other stream takes.
+    "gradients": parts["gradients"] / context,
+    "gradients of the embeddings, not yet scattered": wide * embeddings,
+    "input of the logits, gathered over tensor": narrow * tokens * width if tensor > 1 else 0,
+  }
+  return {name: size for name, size in found.items() if size}
 
 
 # ------------------------------ accuracy ------------------------------
@@ -272,6 +313,19 @@ def line(number: int, step: Step, constants: str = "") -> str:
   return f"| {' | '.join(cells)} |"
 
 
+def memory_line(step: Step) -> str:
+  """Returns a run's row of the table of published peaks."""
+  run, gib = step.run, 2**30
+  reserved = sum(step.reserved.values()) / gib
+  cells = [title(run), f"{run.memory_gib}", f"{step.peak / gib:.1f}"]
+  cells += [
+    f"{reserved:.1f}" if reserved else "",
+    f"{(reserved or step.peak / gib) / run.memory_gib:.2f}",
+  ]
+  cells.append(", ".join(f"{name} {size / gib:.1f}" for name, size in step.reserved.items()))
+  return f"| {' | '.join(cells)} |"
+
+
 def compiled() -> Iterator[tuple[PublishedRun, float, float, float]]:
   """Yields the runs whose programs were compiled: predicted speed, its ratio, peak in GiB."""
   for run in read():
@@ -339,6 +393,15 @@ def page(found: Mapping[int, Step | ValueError], every: Sequence[Class]) -> str:
       "",
       *HEAD,
       *(line(n, step) for n, step in found.items() if isinstance(step, Step)),
+      "",
+      "### Peak memory as it was published",
+      "",
+      "GiB of a device. PyTorch's is what its allocator has reserved at the peak of a program that",
+      "is not ours: the same parts by our formula, and those that its program has besides.",
+      "",
+      "| run | published | ours | PyTorch's | predicted / published | PyTorch's parts |",
+      "| --- | --- | --- | --- | --- | --- |",
+      *(memory_line(s) for s in found.values() if isinstance(s, Step) and s.run.memory_gib),
       "",
       "### Measured with this application",
       "",

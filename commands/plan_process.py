@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import pickle
+import re
 import select
 import shutil
 import signal
@@ -128,11 +129,20 @@ def answer(
     if code == exit_codes.REFUSED:
       raise ValueError((folder / ANSWER).read_text())
     if code:
-      hint = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
-      ended = f"error: the process of {label} was ended by signal {-code}{hint}\n"
-      printed = (folder / "stderr").read_text(errors="replace")
-      raise WorkerError(printed + ended if code < 0 else printed)
+      printed = "" if debug else (folder / "stderr").read_text(errors="replace")
+      raise WorkerError(_crash(-code, printed) if code < 0 else printed)
     return json.loads((folder / ANSWER).read_text())
+
+
+def _crash(number: int, printed: str) -> str:
+  """Returns the message of a worker that a signal has ended, in place of its dump."""
+  name = signal.Signals(number).name
+  if number == signal.SIGKILL:
+    return f"error: the process was ended by {name}, as the system does where memory runs out\n"
+  # libtpu's dump begins with the function that it was in.
+  found = re.search(r"^PC: @ .*?(\w+\(\))$", printed, re.MULTILINE)
+  where = f"in the compiler's {found[1]}, a defect of its own" if found else "in native code"
+  return f"error: crashed with {name} {where}; try another mesh, and --debug for its output\n"
 
 
 def _work(

@@ -89,7 +89,8 @@ def _compiled(asked: Asked, name: str, found: Found) -> Found:
         command=asked.command,
       )["plan"]
     except (ValueError, RuntimeError) as error:
-      tried.append(Tried(one, 0, None, next(iter(str(error).splitlines()), "failed")))
+      why = next(iter(str(error).splitlines()), "failed").removeprefix("error: ")
+      tried.append(Tried(one, 0, None, why))
     else:
       size, seconds = plan["peak_bytes_per_device"], plan["step_seconds"]
       fits = plan["fits"] and plan["allocated_bytes_per_device"] <= found.limit

@@ -50,6 +50,7 @@ class PublishedRun:
     settings: further keys of the config.
     constants: of hardware that is not the usual one, as of `planning.constants`.
     memory_gib: peak of a device; 0: not published.
+    pytorch_loss: `float32` or `compiled`, of a run by PyTorch's FSDP2; "": of another framework.
     differs: how the published run differs from ours with these settings.
   """
 
@@ -77,6 +78,7 @@ class PublishedRun:
   settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   constants: str = ""
   memory_gib: float = 0.0
+  pytorch_loss: str = ""
   differs: str = ""
 
   @functools.cached_property

@@ -72,6 +72,35 @@ def test_the_page_needs_nothing_else_and_says_what_the_report_says(tmp_path):
   assert "Sources: [1] the Cloud TPU system pages" in page
 
 
+# As libtpu writes it for fsdp=4096 of Llama 3 8B on v5p:16x16x16.
+DUMP = """https://symbolize.stripped_domain/r/?trace=7fdf
+*** SIGFPE (@0x7fdfca8d18ec), see go/stacktraces#s15 received by PID 1 (TID 2) on cpu 1; ***
+PC: @     0x7fdfca8d18ec  (unknown)  xla::(anonymous namespace)::ComputeShardingConfig1D()
+    @     0x7fdff925a050  (unknown)  (unknown)
+"""
+
+
+@pytest.mark.parametrize(
+  ("code", "printed", "said"),
+  [
+    (-8, DUMP, "crashed with SIGFPE in the compiler's ComputeShardingConfig1D(), a defect of its"),
+    (-11, "", "crashed with SIGSEGV in native code; try another mesh, and --debug"),
+    (-9, "", "ended by SIGKILL, as the system does where memory runs out"),
+    (1, "Traceback\nOSError: no", "OSError: no"),
+  ],
+)
+def test_a_worker_that_crashes_says_where(monkeypatch, code, printed, said):
+  def work(request, errors, *_):
+    errors.write_text(printed)
+    return code
+
+  monkeypatch.setattr(plan_process, "_work", work)
+  with pytest.raises(plan_process.WorkerError) as error:
+    plan_process.answer({"topology": "v5p:2x2x1"})
+  assert said in str(error.value)
+  assert "stacktraces" not in error.value.printed
+
+
 def test_where_there_is_no_terminal_a_line_says_what_is_done_and_since_when(monkeypatch):
   monkeypatch.setattr(plan_process, "PIPED_SECONDS", 0.0)
   reading, writing = os.pipe()

@@ -138,7 +138,7 @@ def test_a_compilation_that_fails_is_reported_and_the_search_goes_on(
   def made(config, topology, **_):
     calls.append(config)
     if len(calls) == 1:
-      raise RuntimeError("the compiler crashed\nmore")
+      raise RuntimeError("error: the compiler crashed\nmore")
     times = {"expected": 1.0}
     return {"plan": {"fits": True, **BYTES, "step_seconds": times}}
 
