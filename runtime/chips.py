@@ -218,8 +218,8 @@ _MEMORY = {
 }
 # Fitted to half of the published runs: `python -m benchmarks.planner_accuracy --fit`.
 _FORMULA = {
-  **{"v5e": 0.857, "v5p": 0.845, "v6e": 0.75, "tpu7x": 0.664},
-  **{"a100": 0.731, "a100-40gb": 0.64, "h100": 0.512},
+  **{"v5e": 0.874, "v5p": 0.845, "v6e": 0.75, "tpu7x": 0.664},
+  **{"a100": 0.767, "a100-40gb": 0.72, "h100": 0.547},
 }
 
 
@@ -307,7 +307,7 @@ class Rates:
   matmul: float = 0.0
   memory: float = 0.0
   link: float = 0.8
-  slow_overlap: float = 0.84
+  slow_overlap: float = 0.588
   hop_seconds: float = 1e-6
   spread: float = 0.0
 
