@@ -7,9 +7,12 @@ and logits.npy, float64 [2, LENGTH, V]. FOLDER/defaults.json has model_type -> t
 class, with its defaults, of each in ALL.
 """
 
+import importlib
+import inspect
 import json
 import pathlib
 import random
+import re
 import sys
 from typing import Any
 
@@ -185,6 +188,13 @@ def write(folder: pathlib.Path, model_type: str, seed: int) -> None:
   np.save(folder / "logits.npy", logits.numpy())
 
 
+def read_of(config: transformers.PretrainedConfig) -> list[str]:
+  """Returns the keys that the code of a config's models reads."""
+  name = type(config).__module__.replace("configuration_", "modeling_")
+  code = inspect.getsource(importlib.import_module(name))
+  return sorted({*re.findall(r"config\.(\w+)", code), *re.findall(r'config, "(\w+)"', code)})
+
+
 def tokens() -> np.ndarray:
   """Returns int32 [2, LENGTH]."""
   random_state = np.random.RandomState(3)
@@ -196,5 +206,6 @@ if __name__ == "__main__":
   for one in every:
     for number in range(COUNT):
       write(root / f"{one}_{number}", one, number)
-  known = {one: transformers.AutoConfig.for_model(one).to_dict() for one in all_}
-  (root / "defaults.json").write_text(json.dumps(known))
+  known = {one: transformers.AutoConfig.for_model(one) for one in all_}
+  (root / "read.json").write_text(json.dumps({one: read_of(x) for one, x in known.items()}))
+  (root / "defaults.json").write_text(json.dumps({one: x.to_dict() for one, x in known.items()}))

@@ -55,6 +55,34 @@ def test_their_logits_are_ours(root):
     assert np.abs(ours[..., : theirs.shape[-1]] - theirs).max() < 1e-10, folder
 
 
+# What their code reads for training, generation, other tasks than language modelling, and speed.
+HARMLESS = {
+  *("initializer_range", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id"),
+  *("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout"),
+  *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "z_loss_coefficient"),
+  *("num_labels", "problem_type", "return_dict", "chunk_size_feed_forward", "pretraining_tp"),
+  *("output_attentions", "output_hidden_states", "is_decoder"),
+  *("_attn_implementation", "attn_implementation"),
+  *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
+  *("summary_use_proj", "reorder_and_upcast_attn", "mamba_chunk_size", "num_logits_to_keep"),
+}
+
+
+# And of parts that the models that are read do not have: experts, and dense layers.
+OF_OTHERS = {
+  "granitemoehybrid": {"intermediate_size", "num_experts_per_tok"},
+  "qwen3_5_moe_text": {"intermediate_size"},
+}
+
+
+def test_their_code_reads_no_key_that_is_said_to_have_no_effect(root):
+  for model_type, read in json.loads((root / "read.json").read_text()).items():
+    ignored = {*hf_config.IGNORED, *FAMILIES[model_type].ignored} - HARMLESS
+    ignored -= OF_OTHERS.get(model_type, set())
+    assert len(read) > 9, model_type
+    assert not ignored & {*read}, model_type
+
+
 def test_what_a_config_leaves_out_is_what_their_class_has(root):
   known = json.loads((root / "defaults.json").read_text())
   assert {*FAMILIES} - {*known} <= {*NOT_IN_4}
