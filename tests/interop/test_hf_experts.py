@@ -126,8 +126,17 @@ def test_layers_that_only_training_has_are_passed_over(folder):
 
 # Version 4 has a limit of 7 in gpt-oss whatever the config says, and the fixture's is lower.
 EXPERTS = {
-  "4": ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen3_moe"),
-  "5": ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen3_moe"),
+  "4": ("deepseek_v2", "deepseek_v3", "glm4_moe", "llama4", "mixtral", "olmoe", "qwen3_moe"),
+  "5": (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "llama4",
+    "mixtral",
+    "olmoe",
+    "qwen3_moe",
+  ),
 }
 
 

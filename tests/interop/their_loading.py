@@ -28,6 +28,8 @@ said = []
 PHI_3 = "to be used together with `max_position_embeddings` to determine a scaling factor"
 # And this where layers with a window are scaled by YaRN to another length than all others.
 LOCAL_YARN = "does not match the ratio implicitly set by other parameters"
+# And this of Llama 4 Scout's own numbers.
+SCOUT = "field must be greater than low_freq_factor"
 
 
 class Listener(logging.Handler):
@@ -36,7 +38,8 @@ class Listener(logging.Handler):
   def emit(self, record):
     """Keeps a record of a warning or an error."""
     message = record.getMessage()
-    if record.levelno >= logging.WARNING and PHI_3 not in message and LOCAL_YARN not in message:
+    known = any(one in message for one in (PHI_3, LOCAL_YARN, SCOUT))
+    if record.levelno >= logging.WARNING and not known:
       said.append(message)
 
 
