@@ -53,7 +53,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   [ready] = build.prepare(flags.CONFIG)
   if ready.config.training.elastic:
     held = [p for kind in ("parameters", "optimizer") for p in ready.placements[kind].values()]
-    elastic.offer(ready.config, ready.batches, held, ready.devices.sizes)
+    elastic.Elastic.of(ready.config, ready.batches).offer(held, ready.devices.sizes)
   workdir = flags.workdir()
   # What was given before anything was taken from the workdir.
   ready = dataclasses.replace(ready.storing(), given=parsed)
@@ -228,8 +228,8 @@ def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:
 def _say_replicas(ready: setup.Job) -> None:
   """Prints what mesh an elastic run has."""
   if ready.config.training.elastic:
-    count = ready.program.spec.gradient_accumulation_steps
-    say_wrapped(elastic.text(ready.config, ready.devices.sizes, ready.devices.slices, count))
+    of_run = elastic.Elastic.of(ready.config, ready.batches)
+    say_wrapped(of_run.text(ready.devices.sizes, ready.devices.slices))
 
 
 def write_files(data: splits.Data, start: restore.Start) -> None:

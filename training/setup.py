@@ -314,7 +314,7 @@ def prepare(config: ConfigDict, devices: Devices, choices: Sequence[Any] = ()) -
   """
   resolved = resolve(config)
   if config.training.elastic:
-    count = elastic.microbatches(config, resolved.batch, devices.sizes)
+    count = elastic.Elastic.of(config, resolved.batch).microbatches(devices.sizes)
     step = dataclasses.replace(resolved.step, gradient_accumulation_steps=count)
     resolved = dataclasses.replace(resolved, step=step)
   count = math.prod(devices.sizes.values())

@@ -39,13 +39,14 @@ def held_by(job: setup.Job) -> list[Placement]:
 def test_a_smaller_mesh_has_more_microbatches_and_no_more_rows_at_once(changed, expected):
   job = make_job("dp8", "lm", **{**ROWS, **changed})
 
+  run = elastic.Elastic.of(job.config, job.batches)
   for data, count in expected.items():
-    given = job.config, job.batches, {**job.devices.sizes, "data": data}
+    sizes = {**job.devices.sizes, "data": data}
     if count is None:
       with pytest.raises(ValueError, match=f"the {data} parts of a batch on data={data}"):
-        elastic.microbatches(*given)
+        run.microbatches(sizes)
     else:
-      assert elastic.microbatches(*given) == count, data
+      assert run.microbatches(sizes) == count, data
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_a_smaller_mesh_has_more_microbatches_and_no_more_rows_at_once(changed, 
 )
 def test_it_goes_on_with_whole_replicas_that_divide_batch_and_arrays(mesh, processes, expected):
   job = make_job("dp8", "lm", **{**ROWS, **mesh})
-  found = elastic.smaller(job.config, job.batches, held_by(job), processes)
+  found = elastic.Elastic.of(job.config, job.batches).smaller(held_by(job), processes)
   assert found == expected
 
 
@@ -100,9 +101,10 @@ def test_a_mesh_without_replicas_to_spare_is_refused(changed, said):
 
 def test_processes_that_have_no_whole_replicas_are_refused(monkeypatch):
   job = make_job("dp8", "lm", **{**ROWS, "mesh.data": 2, "mesh.context": 3})
+  run = elastic.Elastic.of(job.config, job.batches)
   monkeypatch.setattr(elastic, "of_processes", lambda: 3)
   said = "none of 1 to 2 processes .* 2 data replicas, of 3 devices each, .*=24 .* as 2 processes"
   with pytest.raises(ValueError, match=said):
-    elastic.offer(job.config, job.batches, held_by(job), job.devices.sizes)
+    run.offer(held_by(job), job.devices.sizes)
   monkeypatch.setattr(elastic, "of_processes", lambda: 2)
-  elastic.offer(job.config, job.batches, held_by(job), job.devices.sizes)
+  run.offer(held_by(job), job.devices.sizes)
