@@ -28,7 +28,8 @@ import numpy as np
 from absl import app, flags
 from ml_collections import ConfigDict
 
-from benchmarks.timing import held_out, in_turns, job_of, resolved, spread, stepper, table, trained
+from benchmarks.timing import held_out, in_turns, job_of, resolved, spread, table, trained
+from planning.search import stepper
 from runtime import devices
 from training import splits
 from training.optimizers.low_precision import BLOCK, Blocks, decode_blocks, encode_blocks

@@ -17,8 +17,9 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from benchmarks.timing import in_turns, job_of, stepper, table
+from benchmarks.timing import in_turns, job_of, table
 from planning import prediction
+from planning.search import stepper
 from training.setup import Job
 
 _STAGES = flags.DEFINE_integer("pipeline_stages", 4, "Stages.", 2)

@@ -17,9 +17,10 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks.step_overhead import LLAMA, ROUNDS
-from benchmarks.timing import in_turns, stepper
+from benchmarks.timing import in_turns
 from configs import single
 from planning import plan
+from planning.search import stepper
 
 flags.set_default(ROUNDS, 5)  # steps of each mesh that are timed, one a round
 

@@ -18,10 +18,10 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks.step_overhead import ROUNDS
-from benchmarks.timing import stepper
 from commands import search_process
 from configs import dp8
 from planning import aot, search, search_results
+from planning.search import stepper
 from planning.search_results import Estimate
 from runtime import compilation_cache
 from training.setup import Job

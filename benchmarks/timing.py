@@ -12,7 +12,6 @@ from configs import single
 from configs.schema import finalize, validate
 from input_pipeline.batches import EvaluationBatches
 from partitioning.mesh_sizes import resolve_sizes
-from planning.search import example
 from runtime.devices import Devices
 from training.setup import Job, prepare
 from training.state import State
@@ -66,24 +65,6 @@ def held_out(
     sums = jax.device_get(evaluate(state.params, batches.batch(number, shardings), *more))
     total, weight = total + float(sums["loss"]), weight + float(sums["weight"])
   return total / weight
-
-
-def stepper(job: Job, step: Callable | None = None) -> Callable[[], dict[str, jax.Array]]:
-  """Returns a function that takes a train step on a batch of random rows; it returns the metrics.
-
-  Args:
-    job: whose step it is.
-    step: compiled; None: it is compiled here.
-  """
-  step = step or job.compile_train_step().function
-  batch = jax.device_put(example(job.batch, job.config.model), job.batch_shardings)
-  kept = [job.initial_state()]
-
-  def take() -> dict[str, jax.Array]:
-    kept[0], metrics = jax.block_until_ready(step(kept[0], batch))
-    return metrics
-
-  return take
 
 
 def in_turns(

@@ -98,7 +98,10 @@ def _run(
       say(f"step {done + 1}, on the way, is bad: {why}; look into it with --step={done + 1}")
       return exit_codes.CHECK_FAILED
   say(f"step {step}: loss {metrics['loss']:.6g}, grad_norm {metrics['grad_norm']:.6g}")
-  same, compared = _compared(job, logged, step, metrics["loss"], len(known.rollbacks))
+  kind = job.mesh.devices.flat[0].device_kind
+  now = _machine(job.devices.sizes, kind, socket.gethostname())
+  rollbacks, dtype = len(known.rollbacks), job.config.training.compute_dtype
+  same, compared = _compared(logged, step, metrics["loss"], rollbacks, now, dtype)
   say(compared)
   source, ids_B = batches.rows(step - 1, position)
   coder = job.config.data.get("tokenizer") or tokenizer.BYTES
@@ -123,12 +126,20 @@ def _run(
 
 
 def _compared(
-  job: Job, logged: run_files.Run, step: int, loss: float, rollbacks: int
+  logged: run_files.Run, step: int, loss: float, rollbacks: int, now: str, dtype: str
 ) -> tuple[bool, str]:
   """Returns whether the loss is the logged one, and a line about it.
 
   Losses are the same to the bit on the same mesh and kind of machine; elsewhere they are rounded
   differently.
+
+  Args:
+    logged: the run.
+    step: whose loss it is.
+    loss: as it is now.
+    rollbacks: that there had been at the checkpoint.
+    now: the machine, of `_machine`.
+    dtype: of the computation.
   """
   if len(logged.rollbacks) > rollbacks:
     return True, "the run was rolled back since that checkpoint: the step is as it was before that"
@@ -142,10 +153,8 @@ def _compared(
   what += f" (relative {difference:.2g})"
   then = [one for one in logged.starts if one["step"] < step and "device_kind" in one][-1:]
   then = [_machine(one.get("mesh") or {}, one["device_kind"], one.get("host")) for one in then]
-  now = _machine(job.devices.sizes, job.mesh.devices.flat[0].device_kind, socket.gethostname())
   if then == [now] and not flags.ACCEPT.value:
     return False, f"{what}: on the same mesh and kind of machine it should be the same to the bit"
-  dtype = job.config.training.compute_dtype
   most = _ROUNDING_FLOAT64 if dtype == "float64" else max(_ROUNDING, float(jnp.finfo(dtype).eps))
   where = f"it was computed on {then[0] if then else 'an unknown machine'}, and now on {now}"
   if difference <= most:

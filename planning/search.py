@@ -464,7 +464,7 @@ def measure(
           run.bytes = program.peak_bytes
           if steps[number] is None or run.bytes > limit:
             continue
-        took = _timed(job, steps[number])
+        took = _fastest(stepper(job, steps[number]))
       except (jax.errors.JaxRuntimeError, ValueError) as error:
         run.seconds, run.failed = None, next(iter(str(error).splitlines()), "failed")
         continue
@@ -481,15 +481,32 @@ def _near(jobs: Sequence[Job], runs: Sequence[Run]) -> list[int]:
   return [number for number, seconds in enumerate(each) if seconds <= SLOWER * min(each) < math.inf]
 
 
-def _timed(job: Job, step: Callable[..., Any]) -> float:
-  """Returns the seconds of the fastest of some steps."""
+def stepper(job: Job, step: Callable[..., Any] | None = None) -> Callable[[], dict[str, jax.Array]]:
+  """Returns a function that takes a train step on a batch of random rows; it returns the metrics.
+
+  Args:
+    job: whose step it is.
+    step: compiled; None: it is compiled here.
+  """
+  step = step or job.compile_train_step().function
   batch = jax.device_put(example(job.batch, job.config.model), job.batch_shardings)
   state = job.initial_state()
-  state, _ = jax.block_until_ready(step(state, batch))  # the first one also allocates
+
+  def take() -> dict[str, jax.Array]:
+    nonlocal state
+    state, metrics = jax.block_until_ready(step(state, batch))
+    return metrics
+
+  return take
+
+
+def _fastest(take: Callable[[], Any]) -> float:
+  """Returns the seconds of the fastest of some steps."""
+  take()  # also allocates
   seconds: list[float] = []
   while len(seconds) < STEPS or (sum(seconds) < LEAST_SECONDS and len(seconds) < MOST_STEPS):
     began = time.perf_counter()
-    state, _ = jax.block_until_ready(step(state, batch))
+    take()
     seconds.append(time.perf_counter() - began)
   return min(seconds)
 

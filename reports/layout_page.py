@@ -28,6 +28,7 @@ from reports.layout_text import (
 from runtime import chips, collectives
 from training import named_activations
 from training.setup import Job
+from training.specs import resolve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Side:
   def activations(self) -> list[tuple[list[str], Sheet]]:
     """Returns the row and the drawing of each constrained activation, in order."""
     drawn = [self.drawing(one, one.letters) for one in self.job.activations.seen]
-    return [*zip(activation_rows(self.job), drawn, strict=True)]
+    return [*zip(activation_rows(self.job.activations), drawn, strict=True)]
 
   @property
   def rematerialization(self) -> str:
@@ -141,7 +142,10 @@ def html(
     platform=job.devices.platform,
     costs=[_costs_of(side, sides) for side in sides],
     pipelines=pipelines(sides),
-    matrices={side.title: matrix_lines(side.job) for side in sides},
+    matrices={
+      side.title: matrix_lines(resolve(side.job.config).optimizer, side.job.program, side.sizes)
+      for side in sides
+    },
     **{name: arrays.section(name) for name in ("parameters", "batch", "optimizer")},
   )
 

@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 from partitioning import rules
+from partitioning.constraints import ActivationLayout
 from partitioning.rules import (
   HOST,
   Legend,
@@ -28,6 +29,7 @@ from runtime.rematerialization import OFFLOAD, RECOMPUTE, SAVE
 from training import compiler_options, named_activations
 from training.named_activations import Named
 from training.optimizers.build import matrix_groups
+from training.optimizers.spec import OptimizerSpec
 from training.setup import Job
 from training.specs import resolve
 from training.step import Program
@@ -158,13 +160,13 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     if ways := ways_text(every, job.mesh):
       lines += ["the devices that hold each block, a drawing per sharding:", "", ways, ""]
     lines.append("activations, in the order of the forward pass:")
-    for letters, shape, spec, notes in activation_rows(job):
+    for letters, shape, spec, notes in activation_rows(job.activations):
       lines.append(f"  {letters:<5} {shape:<20} {spec}{notes and '  note: '}{notes}")
     lines.append("")
     if named := named_activations.of_job(job):
       choice, layers = job.config.training.rematerialization, of_layers(job.program.pipeline)
       lines += [named_text(named, choice, layers), ""]
-    if matrices := matrix_lines(job):
+    if matrices := matrix_lines(resolve(job.config).optimizer, job.program, sizes):
       matrices = [f"  {line}" for line in matrices]
       lines += ["matrices that the optimizer brings whole to devices, and back:", *matrices, ""]
   stages = [text for text, _ in job.batches.stages()]
@@ -236,11 +238,11 @@ def derived_lines(choices: Iterable[Any]) -> list[str]:
   return [f"derived: {', '.join(shown)}"] if shown else []
 
 
-def activation_rows(job: Job) -> list[list[str]]:
+def activation_rows(traced: ActivationLayout) -> list[list[str]]:
   """Returns letters, shape, spec and notes of the constrained activations, in order."""
   return [
     [c.letters, shape_text(c.shape), spec_text(c.spec, len(c.shape)), "; ".join(c.notes)]
-    for c in job.activations.seen
+    for c in traced.seen
   ]
 
 
@@ -276,11 +278,16 @@ def of_layers(schedule: "Schedule | None") -> str:
   return "layers of a chunk" if schedule else "all layers"
 
 
-def matrix_lines(job: Job) -> list[str]:
-  """Returns a line for each group of matrices that an update brings whole to devices."""
-  trained = job.program.split(job.program.params)[0]
+def matrix_lines(optimizer: OptimizerSpec, program: Program, sizes: Mapping[str, int]) -> list[str]:
+  """Returns a line for each group of matrices that an update brings whole to devices.
+
+  Args:
+    optimizer: of the job.
+    program: its functions.
+    sizes: mesh axis -> size.
+  """
   lines = []
-  for _, group in matrix_groups(resolve(job.config).optimizer, trained, job.devices.sizes):
+  for _, group in matrix_groups(optimizer, program.split(program.params)[0], sizes):
     rows, columns = group.shape
     moves = [
       f"{how} along {'+'.join(axes)}"

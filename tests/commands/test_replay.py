@@ -9,7 +9,6 @@ import pytest
 
 from commands import replay
 from tests.helpers.cli import TINY_LM, lines_of
-from tests.helpers.jobs import make_job
 
 COMMAND = ["--config=configs/single.py", *TINY_LM, "--config.model.layers=2"]
 COMMAND += ["--config.metrics.every_steps=1", "--config.metrics.tensorboard=False"]
@@ -92,12 +91,12 @@ def test_another_logged_loss_is_a_mismatch(main, trained, tmp_path):
 
 
 def test_a_loss_of_an_unknown_machine_is_equal_to_rounding(monkeypatch):
-  job = make_job("single", "mlp")
   monkeypatch.setattr(replay.flags, "ACCEPT", types.SimpleNamespace(value=[]))
 
   def compared(loss, **more):
     run = {"rollbacks": [], "steps": [{"step": 5, "loss": loss}], "starts": [], "folder": "a"}
-    return replay._compared(job, types.SimpleNamespace(**{**run, **more}), 5, 2.0, 0)
+    logged = types.SimpleNamespace(**{**run, **more})
+    return replay._compared(logged, 5, 2.0, 0, "1 device of cpu", "float32")
 
   same, said = compared(2.0 * (1 + 1e-6))
   assert same

@@ -42,7 +42,7 @@ def test_a_step_takes_as_long_as_it_takes(job, monkeypatch):
 
 
 def test_what_needs_more_than_the_limit_is_not_run(job, monkeypatch):
-  monkeypatch.setattr(search, "_timed", lambda *_: pytest.fail("run"))
+  monkeypatch.setattr(search, "stepper", lambda *_: pytest.fail("run"))
   [run] = search.measure([job], 1.0, rounds=2)
   assert run.bytes > 1
   assert (run.seconds, run.failed) == (None, "")
@@ -51,12 +51,13 @@ def test_what_needs_more_than_the_limit_is_not_run(job, monkeypatch):
 def test_a_step_that_fails_is_reported_and_the_others_go_on(job, monkeypatch):
   jobs, seconds = [job, make_job("fsdp8", "mlp")], iter([3.0, 2.0])
 
-  def timed(one, step):
+  def fastest(one):
     if one is job:
       raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore")
     return next(seconds)
 
-  monkeypatch.setattr(search, "_timed", timed)
+  monkeypatch.setattr(search, "stepper", lambda one, step: one)
+  monkeypatch.setattr(search, "_fastest", fastest)
   first, second = search.measure(jobs, 1e9, rounds=2)
   assert first.failed == "RESOURCE_EXHAUSTED: out of memory"
   assert first.seconds is None
@@ -68,7 +69,8 @@ def test_only_what_may_be_the_fastest_is_run_again(job, monkeypatch):
   jobs = [make_job("dp8", "mlp"), make_job("fsdp8", "mlp"), make_job("dp4_tp2", "mlp")]
   times = {id(jobs[0]): [9.0, 2.0, 2.0], id(jobs[1]): [2.5, 2.05, 1.5], id(jobs[2]): [2.2, 2.2]}
   monkeypatch.setattr(search.aot, "compile_to_run", lambda _: (_Program(), lambda: None))
-  monkeypatch.setattr(search, "_timed", lambda one, step: times[id(one)].pop(0))
+  monkeypatch.setattr(search, "stepper", lambda one, step: one)
+  monkeypatch.setattr(search, "_fastest", lambda one: times[id(one)].pop(0))
   said = []
   runs = search.measure(jobs, 1e9, rounds=9, progress=said.append)
   assert said == [0, 1, 2, 0, 1, 2, 0, 1]

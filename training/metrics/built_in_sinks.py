@@ -41,9 +41,8 @@ class CsvSink:
   later steps are gone. A full disk is waited for, as by metrics.jsonl.
   """
 
-  def __init__(self, config: Any, workdir: epath.Path, step: int):
+  def __init__(self, workdir: epath.Path, step: int):
     """Writes the rows of metrics.jsonl up to a step; see `sinks.SINKS` for the arguments."""
-    del config
     lines, _ = log_lines.split(LogFile(workdir / log_lines.FILE).read())
     kept = [
       one.values for one in lines if not {log_lines.TIMES, log_lines.ROLLED_BACK} & {*one.values}

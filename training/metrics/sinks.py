@@ -39,16 +39,18 @@ class Sink(Protocol):
     ...
 
 
-def _built_in(name: str, config: Any, workdir: Any, step: int) -> Sink:
-  if name == "csv":
-    return built_in_sinks.CsvSink(config, workdir, step)
-  return built_in_sinks.TrackerSink(name, config, workdir, step)
+def _tracker(name: str, *given: Any) -> Sink:
+  return built_in_sinks.TrackerSink(name, *given)
+
+
+def _csv(_: Any, *given: Any) -> Sink:
+  return built_in_sinks.CsvSink(*given)
 
 
 # name -> function of (config, workdir, step that the run starts from), which returns a Sink.
 SINKS: Table = Table(
   "sink",
-  {name: functools.partial(_built_in, name) for name in ("csv", *TRACKERS)},
+  {"csv": _csv, **{name: functools.partial(_tracker, name) for name in TRACKERS}},
   numerics=False,
 )
 

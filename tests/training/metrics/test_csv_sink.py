@@ -60,7 +60,7 @@ def test_rows_are_those_of_metrics_jsonl_after_a_resume_and_a_rollback(tmp_path,
 
 
 def test_a_full_disk_is_waited_for_and_reported_if_it_stays_full(tmp_path, csv_config):
-  sink, said = CsvSink(csv_config, epath.Path(tmp_path), 0), []
+  sink, said = CsvSink(epath.Path(tmp_path), 0), []
   sink.write(1, {"loss": 2.5})
   with full_disk(12):
     sink.write(2, {"loss": 2.0})
