@@ -17,7 +17,7 @@ from training.checkpointing.checkpointer import Checkpointer
 from training.state import State
 
 # The first step makes the bases, the third refreshes them, and the last uses these.
-RUNS = Updates((*SOAP.items(), ("optimizer.arguments", "precondition_frequency=2")), steps=4)
+RUNS = Updates({**SOAP, "optimizer.arguments": "precondition_frequency=2"}, steps=4)
 # Bases are eigenvectors up to their signs, and so are moments in them: parameters are compared, and
 # of the state what has no sign.
 SIGNED = ("/mu/", "_basis/")
@@ -84,6 +84,5 @@ def test_soap_resumes_to_the_bit_and_on_another_mesh(tmp_path):
 
 @pytest.mark.long
 def test_experts_are_matrices_of_their_own_on_any_mesh():
-  keys = (*SOAP.items(), ("optimizer.arguments", "precondition_frequency=2"), *WITH_DENSE.items())
-  runs, mesh = Updates(keys, steps=3), "fsdp=2 x expert=2 x tensor=2"
+  runs, mesh = Updates({**RUNS.keys, **WITH_DENSE}, steps=3), "fsdp=2 x expert=2 x tensor=2"
   assert_equal(unsigned(runs.trained(mesh)), unsigned(runs.trained("single")))

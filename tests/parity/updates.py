@@ -1,15 +1,17 @@
-"""Updates of an optimizer alone, in float64, by the same random gradients on all meshes."""
+"""Updates of an optimizer alone, or train steps, in float64, the same on all meshes."""
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from partitioning.rules import named_leaves
-from tests.helpers.jobs import first_state, make_job
+from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity.budgets import Step, job_of, said_while
+from tests.training.checkpointing.states import moved
 from training.parity import BOUNDS
 from training.state import State
 
@@ -21,25 +23,53 @@ FLOAT64 = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Updates:
-  """Some steps of the small `lm` job on meshes.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Runs:
+  """Runs of the small `lm` job on meshes.
 
   Attributes:
-    keys: overrides of the config, as items.
+    keys: overrides of the config.
     steps: that `trained` takes.
 
   What is cached lives as long as the process: instances are constants of test files.
   """
 
-  keys: tuple[tuple[str, Any], ...]
+  keys: Mapping[str, Any]
   steps: int
+
+  def first(self, mesh):
+    """Returns the state before the first step."""
+    return first_state(self.compiled(mesh)[0])
+
+  def take(self, mesh, state, count):
+    """Takes steps by inputs that depend on the step alone; returns the state."""
+    job, update, _ = self.compiled(mesh)
+    for _ in range(count):
+      state = update(state, self.inputs(job, int(state.step)))
+    return state
+
+  @functools.cache  # noqa: B019
+  def trained(self, mesh):
+    """Returns parameters and optimizer state after the steps, on the host."""
+    with jax.enable_x64(True):
+      return on_host(self.take(mesh, self.first(mesh), self.steps))
+
+  def resumed(self, folder, before, after):
+    """Returns the same of a run whose last step is on another mesh, behind a checkpoint."""
+    with jax.enable_x64(True):
+      state = self.take(before, self.first(before), self.steps - 1)
+      state = moved(folder, self.steps - 1, state, self.compiled(after)[0])
+      return on_host(self.take(after, state, 1))
+
+
+class Updates(Runs):
+  """Updates by random gradients."""
 
   @functools.cache  # noqa: B019
   def compiled(self, mesh):
     """Returns the job, the compiled update, and what the compiler said."""
     with jax.enable_x64(True):
-      keys = {**dict(self.keys), **FLOAT64}
+      keys = {**self.keys, **FLOAT64}
       job = make_job("single", "lm", **keys) if mesh == "single" else job_of(mesh, **keys)
       placed = job.state_shardings
 
@@ -54,25 +84,29 @@ class Updates:
       function, said = said_while(compile_it)
       return job, function, Step(job, function.as_text(), said)
 
-  def first(self, mesh):
-    """Returns the state before the first step."""
-    return first_state(self.compiled(mesh)[0])
+  def inputs(self, job, step):
+    """Returns the gradients of a step."""
+    random = np.random.default_rng(step)
+    leaves, structure = jax.tree.flatten(job.state.params)
+    grads = jax.tree.unflatten(structure, [random.standard_normal(x.shape) for x in leaves])
+    return jax.device_put(grads, job.state_shardings.params)
 
-  def take(self, mesh, state, count):
-    """Takes steps by gradients that depend on the step alone; returns the state."""
-    job, update, _ = self.compiled(mesh)
-    for _ in range(count):
-      random = np.random.default_rng(int(state.step))
-      leaves, structure = jax.tree.flatten(job.state.params)
-      grads = jax.tree.unflatten(structure, [random.standard_normal(x.shape) for x in leaves])
-      state = update(state, jax.device_put(grads, job.state_shardings.params))
-    return state
+
+class TrainSteps(Runs):
+  """Train steps of a shipped strategy, in float64."""
 
   @functools.cache  # noqa: B019
-  def trained(self, mesh):
-    """Returns parameters and optimizer state after the steps, on the host."""
+  def compiled(self, strategy):
+    """Returns the job, the step from states and batches to states, and its text."""
+    wide = {"training.parameter_dtype": "float64", "training.matmul_precision": "highest"}
     with jax.enable_x64(True):
-      return on_host(self.take(mesh, self.first(mesh), self.steps))
+      job = make_job(strategy, "lm", **wide, **self.keys)
+      step = job.compile_train_step().function
+    return job, lambda state, batch: step(state, batch)[0], Step(job, step.as_text(), "")
+
+  def inputs(self, job, step):
+    """Returns the batch of a step."""
+    return place(job, host_batch(job, seed=step))
 
 
 def on_host(state):

@@ -138,7 +138,7 @@ def test_silent_or_slow_connections_block_no_process(monkeypatch):
 
   def hold():
     for number, one in enumerate(mute):
-      until = time.monotonic() + 10
+      until = time.monotonic() + 60
       while one.connect_ex(("127.0.0.1", port)):
         assert time.monotonic() < until
         time.sleep(0.01)

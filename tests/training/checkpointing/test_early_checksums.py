@@ -27,7 +27,7 @@ def data(tmp_path):
 
 def until(condition):
   """Waits; fails after ten seconds."""
-  end = time.monotonic() + 10
+  end = time.monotonic() + 60
   while not condition():
     assert time.monotonic() < end
     time.sleep(0.005)
