@@ -136,7 +136,9 @@ def keys_of(model_type: str, draw: random.Random) -> dict[str, Any]:
   if model_type in ("bamba", "granitemoehybrid", "falcon_h1"):
     if model_type != "falcon_h1":
       found.pop("head_dim")
-    found.update(mamba_n_heads=heads, mamba_n_groups=draw.choice([1, heads // 2, heads]))
+    # Of Bamba and Granite version 4.57 has one norm of all groups; published models have one.
+    groups = [1] if OLD and model_type != "falcon_h1" else [1, heads // 2, heads]
+    found.update(mamba_n_heads=heads, mamba_n_groups=draw.choice(groups))
     found.update(mamba_d_state=draw.choice([3, 8]), mamba_d_conv=draw.choice([2, 4]))
     found["mamba_chunk_size"] = draw.choice([4, 7, 256])
   if model_type == "falcon_h1":
