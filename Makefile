@@ -1,5 +1,5 @@
 # make train | test | test-long | test-all | test-faults | test-plan | test-transformers | test-sinks
-# | test-deploy | test-slurm | buckets | sinks | lint | setup | lock. Everything is installed into .venv, from
+# | test-deploy | test-slurm | test-ray | buckets | sinks | ray | lint | setup | lock. Everything is installed into .venv, from
 # PYTHON, as the lock files say: every package pinned and checked by its SHA-256.
 PYTHON ?= python3
 ACCELERATOR ?= cpu
@@ -22,7 +22,7 @@ ifeq ($(filter $(ACCELERATOR),cpu tpu gpu),)
 $(error ACCELERATOR=$(ACCELERATOR): cpu, tpu or gpu)
 endif
 
-.PHONY: setup train test test-long test-all test-faults test-plan test-transformers test-sinks test-deploy test-slurm buckets sinks lint lock clean
+.PHONY: setup train test test-long test-all test-faults test-plan test-transformers test-sinks test-deploy test-slurm test-ray buckets ray sinks lint lock clean
 
 setup: $(VENV)/.installed-$(ACCELERATOR)
 
@@ -78,6 +78,12 @@ test-slurm: $(VENV)/.installed-dev
 	  { echo "test-slurm: cannot install slurmctld, slurmd, slurm-client and munge by apt-get; run it as root on Debian or Ubuntu" >&2; exit 2; }
 	$(BIN)/python -m pytest -m slurm tests/launch
 
+# Ray, in an environment of its own, and processes/launch/ray.py on a cluster of it.
+ray: .venv-ray/.installed
+
+test-ray: $(VENV)/.installed-dev ray
+	$(BIN)/python -m pytest -m ray tests/launch
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -87,7 +93,7 @@ lock: .venv-lock/.installed
 	.venv-lock/bin/python requirements/locks/update.py $(UPGRADE)
 
 clean:
-	rm -rf $(VENV) .venv-deploy .venv-lock .venv-sinks .venv-transformers4 .venv-transformers5
+	rm -rf $(VENV) .venv-deploy .venv-lock .venv-ray .venv-sinks .venv-transformers4 .venv-transformers5
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -110,6 +116,11 @@ $(VENV)/.installed-plan: requirements/locks/plan.txt $(VENV)/.installed-dev
 .venv-deploy/.installed: requirements/locks/deploy.txt | .venv-lock/.installed
 	$(PYTHON) -m venv .venv-deploy
 	$(UV_PIP) --python .venv-deploy/bin/python -r $<
+	@touch $@
+
+.venv-ray/.installed: requirements/locks/ray.txt | .venv-lock/.installed
+	$(PYTHON) -m venv .venv-ray
+	$(UV_PIP) --python .venv-ray/bin/python -r $<
 	@touch $@
 
 .venv-sinks/.installed: requirements/locks/sinks.txt | .venv-lock/.installed

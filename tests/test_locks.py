@@ -44,7 +44,7 @@ def wanted(name):
   "file",
   [
     *("base", "dev", "plan", "tpu", "gpu", "buckets", "sentencepiece", "fixtures"),
-    *("deploy", "sinks", "transformers4", "transformers5"),
+    *("deploy", "ray", "sinks", "transformers4", "transformers5"),
   ],
 )
 def test_every_entry_is_pinned_and_hashed(file):
@@ -66,6 +66,7 @@ def test_every_entry_is_pinned_and_hashed(file):
     ("requirements/sentencepiece.txt", ["base", "sentencepiece"]),
     ("requirements/fixtures.txt", ["fixtures"]),
     ("requirements/deploy.txt", ["deploy"]),
+    ("requirements/ray.txt", ["ray"]),
     ("requirements/sinks.txt", ["sinks"]),
     ("requirements/transformers4.txt", ["transformers4"]),
     ("requirements/transformers5.txt", ["transformers5"]),

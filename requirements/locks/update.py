@@ -26,7 +26,7 @@ EXTRAS = {
   "gpu": "-r requirements.txt\njax[cuda12]",
 }
 # Environments of their own, beside that of the project.
-ALONE = ("deploy", "sinks", "transformers4", "transformers5")
+ALONE = ("deploy", "ray", "sinks", "transformers4", "transformers5")
 
 
 def compile_lock(wanted: str, output: pathlib.Path, *options: str) -> None:

@@ -112,7 +112,7 @@ def test_make_targets_modules_and_files_exist():
   assert {path for path in paths if not (ROOT / path).is_file()} == set()
 
 
-@pytest.mark.parametrize("module", ["processes.launch"])
+@pytest.mark.parametrize("module", ["processes.launch", "processes.launch.ray"])
 def test_the_launchers_have_the_flags_that_the_document_gives_them(module):
   options = [
     line.partition(f"-m {module} ")[2].partition(" -- ")[0]
@@ -128,11 +128,11 @@ def test_the_launchers_have_the_flags_that_the_document_gives_them(module):
 
 
 def test_the_document_keeps_its_order_and_its_length():
-  wanted = ["TPU VM", "GPU box", "Slurm", "Kubernetes", "XPK", "SkyPilot", "Laptop"]
+  wanted = ["TPU VM", "GPU box", "Slurm", "Kubernetes", "XPK", "SkyPilot", "Ray", "Laptop"]
   headings = re.findall(r"^## (.*)$", DOCS, re.MULTILINE)
   assert [heading for heading in headings if heading in wanted] == wanted
   assert len(DOCS.splitlines()) < 330
-  for heading in ("TPU VM", "GPU box", "Slurm", "Kubernetes", "XPK", "SkyPilot"):
+  for heading in ("TPU VM", "GPU box", "Slurm", "Kubernetes", "XPK", "SkyPilot", "Ray"):
     section = DOCS.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     assert "Not tried on such a machine" in section, heading
 
