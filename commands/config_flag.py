@@ -53,20 +53,32 @@ class ConfigFlag:
     if location:
       known = {key: (section, last) for key, section, last in keys(self.value)}
       for key, text in settings:
-        self._set(known, key, text)
+        set_key(known, key, text, self.name)
       self.value.lock()
 
-  def _set(self, known: Mapping[str, tuple[ConfigDict, str]], key: str, text: str) -> None:
-    given = f"--{self.name}.{key}={text}"
-    if key not in known and any(other.startswith(key + ".") for other in known):
-      raise ValueError(f"{given}: {key} is a section; set one of its keys")
-    if key not in known:
-      raise ValueError(f"{given}: unknown config key {key!r}{nearest(key, known)}")
-    section, last = known[key]
-    try:
-      section[last] = parsed(section.get_type(last), text)
-    except ValueError as error:
-      raise ValueError(f"{given}: {key} is {error}, not {text!r}") from error
+
+def set_key(known: Mapping[str, tuple[ConfigDict, str]], key: str, text: str, flag: str) -> None:
+  """Sets a key of a config by the text of its value.
+
+  Args:
+    known: dotted key -> its section and its name there.
+    key: dotted.
+    text: the value, as on a command line.
+    flag: that names the config, for the message.
+
+  Raises:
+    ValueError: an unknown key (with the nearest known one), or a value of the wrong type.
+  """
+  given = f"--{flag}.{key}={text}"
+  if key not in known and any(other.startswith(key + ".") for other in known):
+    raise ValueError(f"{given}: {key} is a section; set one of its keys")
+  if key not in known:
+    raise ValueError(f"{given}: unknown config key {key!r}{nearest(key, known)}")
+  section, last = known[key]
+  try:
+    section[last] = parsed(section.get_type(last), text)
+  except ValueError as error:
+    raise ValueError(f"{given}: {key} is {error}, not {text!r}") from error
 
 
 def parsed(kind: type, text: str) -> object:

@@ -56,7 +56,7 @@ def _typed_flag(kind: type, name: str, default: object, text: str) -> flags.Flag
 
 _text, _texts, _list = flags.DEFINE_string, flags.DEFINE_multi_string, flags.DEFINE_list
 _number, _float, _bool = (functools.partial(_typed_flag, kind) for kind in (int, float, bool))
-_OF_RUNS = "train evaluate sample export layout compare plan search doctor report replay"
+_OF_RUNS = "train evaluate sample export layout compare plan search doctor report replay sweep"
 
 CONFIG = _of(
   " ".join(name for name, verb in VERBS.items() if verb.config != "none"),
@@ -118,9 +118,25 @@ MEMORY = _of(
   _bool("memory", False, "Also print the arrays at the peak of a device's memory."),
 )
 AXES = _of(
-  "search",
-  _list("axes", [], "Mesh axes whose size is searched; by default all that the model has use for."),
+  "search sweep",
+  _text(
+    "axes",
+    None,
+    "search: mesh axes whose size is searched, data,fsdp; by default all that the model has use "
+    "for. sweep: what differs between the runs, KEY=A,B;KEY=C,D, or a file of lines KEY=A KEY=C, "
+    "or of Python with runs().",
+  ),
 )
+PARALLEL = _of("sweep", _number("parallel", 1, "Runs at a time, each in a process of its own."))
+RANDOM = _of(
+  "sweep",
+  _number("random", 0, "Settings to draw by --seed, also of ranges LOW..HIGH; 0: all are taken."),
+)
+HALVING = _of(
+  "sweep", _bool("halving", False, "Stop the worse half of the settings, again and again.")
+)
+HOURS = _of("sweep", _float("hours", 0.0, "How long it may take; the runs save. 0: as it takes."))
+SLURM = _of("sweep", _bool("slurm", False, "Print the command of a Slurm array of what is left."))
 BATCH_SIZES = _of(
   "search",
   _list("global_batch_sizes", [], "Rows of a step to try: 64,128; by default the config's."),
@@ -147,7 +163,7 @@ MAX_NEW_TOKENS = _of("sample", _number("max_new_tokens", 64, "Tokens to generate
 TEMPERATURE = _of("sample", _float("temperature", 0.8, "0 takes the likeliest token."))
 TOP_K = _of("sample", _number("top_k", 50, "Draw among the k likeliest; 0 is off."))
 TOP_P = _of("sample", _float("top_p", 1.0, "Among the likeliest of this probability."))
-SEED = _of("sample", _number("seed", 0, "Seed of the draws."))
+SEED = _of("sample sweep", _number("seed", 0, "Seed of the draws."))
 STOP = _of("sample", _texts("stop", [], "A text that ends a row; repeatable."))
 CHAT = _of("sample", _bool("chat", False, "A conversation by the tokenizer's chat template."))
 SYSTEM = _of("sample", _text("system", None, "With --chat: the system message."))
@@ -156,7 +172,7 @@ SYSTEM_FILE = _of("sample", _text("system_file", None, "With --chat: the file of
 PATHS = (WORKDIR, CHECKPOINT, TASKS, TO, HTML, SVG, PROMPT_FILE, SYSTEM_FILE)
 # Which are the same on every process.
 _COMPARED = (CHECKPOINT, TASKS, ACCEPT, SIMULATE, TO, MERGE, DTYPE, WIDTHS, STEPS, STEP)
-_COMPARED += tuple(flag for flag, owners in OWNERS if owners == ("sample",))
+_COMPARED += tuple(flag for flag, owners in OWNERS if owners[0] == "sample")
 
 
 _typed: list[str] = []  # the words of this process' command, as given
@@ -167,16 +183,21 @@ def command_line() -> str:
   return printable(shlex.join(["python", pathlib.Path(sys.argv[0]).name, *_typed]))
 
 
-def command_to_train() -> str:
-  """Returns the command that trains this process' config: without the verb and its own flags."""
+def words_to_train() -> list[str]:
+  """Returns the words of this process' command that `train` takes, without the workdir."""
   own = {flag.name for flag, owners in OWNERS if "train" not in owners}
   own |= {WORKDIR.name, DEBUG.name}
-  kept = [
+  return [
     word
     for word, is_flag in words.joined(_typed, flags.FLAGS)
     if (word.lstrip("-").partition("=")[0] not in own if is_flag else word not in VERBS)
   ]
-  return printable(shlex.join(["python", pathlib.Path(sys.argv[0]).name, *kept]))
+
+
+def command_to_train() -> str:
+  """Returns the command that trains this process' config: without the verb and its own flags."""
+  name = pathlib.Path(sys.argv[0]).name
+  return printable(shlex.join(["python", name, *words_to_train()]))
 
 
 def chosen_verb(words: list[str]) -> str:

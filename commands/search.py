@@ -27,7 +27,7 @@ def run() -> int:
   asked = search_process.Asked(
     config,
     title,
-    tuple(flags.AXES.value),
+    tuple(flags.AXES.value.split(",")) if flags.AXES.value else (),
     tuple(map(int, flags.BATCH_SIZES.value)),
     flags.COMPILATIONS.value,
     flags.SIMULATE.value,

@@ -127,6 +127,21 @@ VERBS = {
     ),
     alone=True,
   ),
+  "sweep": Verb(
+    "make many runs of a config, and see what each key does",
+    "--axes='optimizer.learning_rate=0.001,0.002;seed=0,1,2' is a grid; a file has a line of "
+    "KEY=VALUE words for each run, a FILE.py runs(); --random=N draws N settings. Each run has a "
+    "workdir and a process of its own, --parallel=N at a time; the same command goes on, and skips "
+    "what is done. --halving stops settings that are worse, --hours=N ends in time, --slurm prints "
+    "an array. Prints the best and the effect of each axis beside the spread of seeds; writes "
+    "sweep.html and sweep.csv. Exit code 1: a run has failed, 3: it would again.",
+    (
+      f"sweep {_DP4_TP2} --axes='optimizer.learning_rate=0.001,0.002;seed=0,1,2' --parallel=2",
+      f"sweep {_DP4_TP2} --axes='optimizer.learning_rate=1e-4..1e-2' --random=8 --halving",
+    ),
+    alone=True,
+    jax=False,
+  ),
   "config": Verb(
     "print the finalized config, and where each value comes from",
     "Each key with its value, unit and origin (default, recipe, file, override, derived "

@@ -218,7 +218,8 @@ def _add_places(
       if verb not in owners["checkpoint"] or flag != "config":
         raise ValueError(f"{word}: {verb} takes a run, not one of its checkpoints; give {folder}")
       line.flags.append(f"--checkpoint={word}")
-    if flag == "config" and verb in owners["workdir"] and not line.values("workdir"):
+    of_run = verb in owners["workdir"] and verb != "sweep"  # which has a folder of its own
+    if flag == "config" and of_run and not line.values("workdir"):
       line.flags.append(f"--workdir={folder}")
 
 

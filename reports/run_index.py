@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from etils import epath
 from markupsafe import Markup
@@ -69,21 +70,33 @@ class Column:
   rank: int | None = 1
 
 
-def html(runs: Sequence[Run], *, page: epath.Path, command: str = "") -> str:
+def html(
+  runs: Sequence[Run],
+  *,
+  page: epath.Path,
+  command: str = "",
+  template: str = "runs.html.j2",
+  title: str = "",
+  **more: Any,
+) -> str:
   """Returns the page.
 
   Args:
     runs: at least one; the curves are of the first that `ordered` gives.
     page: the file that it will be, from which it links to the pages of the runs.
     command: that asked for it.
+    template: the page's own, or one that extends it.
+    title: by default the names of the runs, or how many there are.
+    **more: for the template.
   """
   runs = ordered(runs)
   names, drawn = names_of(runs), runs[: run_charts.MOST_LINES]
   found = run_charts.of_runs(drawn, names[: len(drawn)], unlike=unlike_tokenizers(runs))
   curves, sentences = run_page.drawn_charts(found)
+  named = f"Runs: {', '.join(names)}" if len(runs) <= len(drawn) else f"{len(runs)} runs"
   return render(
-    "runs.html.j2",
-    title=f"Runs: {', '.join(names)}" if len(runs) <= len(drawn) else f"{len(runs)} runs",
+    template,
+    title=title or named,
     command=command,
     columns=[column.title for column in table(runs)],
     kinds=[column.kind for column in table(runs)],
@@ -103,6 +116,7 @@ def html(runs: Sequence[Run], *, page: epath.Path, command: str = "") -> str:
     results=_results(runs),
     differences=run_page.differences(runs),
     versions=run_page.version_differences(runs),
+    **more,
   )
 
 
@@ -119,7 +133,7 @@ def ordered(runs: Sequence[Run]) -> list[Run]:
   def order(run: Run) -> tuple[int, float]:
     for place, key in enumerate(keys):
       if best := _best(run, key):
-        return place, -best[1] if key in _LARGEST else best[1]
+        return place, -best[1] if key in LARGEST else best[1]
     return len(keys), 0.0
 
   return sorted(runs, key=order)
@@ -144,7 +158,7 @@ def _tokenizer(run: Run) -> str:
 
 # ------------------------------ the table ------------------------------
 
-_LARGEST = ("eval_accuracy",)  # of METRICS, whose best value is the largest
+LARGEST = ("eval_accuracy",)  # of METRICS, whose best value is the largest
 
 
 def table(runs: Sequence[Run]) -> list[Column]:
@@ -212,7 +226,7 @@ def _metrics(runs: Sequence[Run]) -> list[str]:
 
 
 def _best(run: Run, key: str) -> tuple[float, float] | None:
-  choose = max if key in _LARGEST else min
+  choose = max if key in LARGEST else min
   return choose(run.points(key), key=lambda point: point[1], default=None)
 
 
