@@ -78,7 +78,7 @@ def keys_of(model_type: str, draw: random.Random) -> dict[str, Any]:
     scaling = draw.choice([None, LLAMA_3])
   if model_type in ("mistral", "phi3"):
     found["sliding_window"] = draw.choice([None, 3, 9])
-  if model_type.startswith("qwen"):
+  if model_type in ("qwen2", "qwen3", "qwen3_moe"):
     found["use_sliding_window"] = draw.choice([True, False])
     found.update(sliding_window=5, max_window_layers=draw.choice([0, 99]))
   if model_type in ("qwen3_moe", "olmoe"):
@@ -87,6 +87,15 @@ def keys_of(model_type: str, draw: random.Random) -> dict[str, Any]:
     found.update(num_hidden_layers=4, moe_intermediate_size=10)
     found["decoder_sparse_step"] = draw.choice([1, 2])
     found["mlp_only_layers"] = draw.choice([[], [1], [0, 1], [1, 2]])
+  if model_type in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
+    keys = draw.choice([1, 2])
+    found.update(head_dim=8, linear_num_key_heads=keys, linear_num_value_heads=2 * keys)
+    found.update(linear_key_head_dim=draw.choice([3, 5]), linear_value_head_dim=4)
+    found.update(num_hidden_layers=5, linear_conv_kernel_dim=draw.choice([2, 4]))
+    found["full_attention_interval"] = draw.choice([2, 3])
+  if model_type in ("qwen3_next", "qwen3_5_moe_text"):
+    found.update(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=10)
+    found["shared_expert_intermediate_size"] = 14
   if model_type == "olmoe":
     found["clip_qkv"] = draw.choice([None, 0.5, 1.5])
   if model_type == "deepseek_v3":

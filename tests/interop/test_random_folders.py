@@ -24,6 +24,7 @@ DRAWN = (
   *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "phi3"),
   *("qwen3_moe", "olmoe", "deepseek_v3", "lfm2", "glm4_moe", "llama4_text"),
   *("bamba", "granitemoehybrid", "falcon_h1", "ministral3", "mistral4"),
+  *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 )
 LENGTH, LEAST_VOCABULARY = 20, 40  # as in the script, which needs torch
 
