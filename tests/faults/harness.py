@@ -91,6 +91,7 @@ class Run:
     environment: Mapping[str, str] | None = None,
     forks: Forks | None = None,
     within: Sequence[Sequence[str]] = (),
+    first_host: str = "localhost",
   ):
     """Starts it, or lets it go on.
 
@@ -107,6 +108,7 @@ class Run:
       environment: more variables.
       forks: starts them as forks; None: as new interpreters.
       within: of each process, the command that starts its own (`nsenter`).
+      first_host: where process 0 is, for the others.
     """
     self.count, self.steps, self.workdir, self.launcher = count, steps, workdir, launcher
     self.stalled = workdir.with_name(f"{workdir.name}-stalled")
@@ -121,7 +123,7 @@ class Run:
       before.append(f"--replacements={replacements}")
       command = [*before, "--", sys.executable, *command]
     self.port = free_port()
-    address = f"localhost:{self.port}"
+    address = f"{first_host}:{self.port}"
     self._outputs, self.popens = [], []
     self._texts: dict[pathlib.Path, str] = {}  # as of the last look, by output
     self._sizes: dict[pathlib.Path, int] = {}

@@ -407,4 +407,14 @@ ROWS = (
     note="Hosts are namespaces with a name and a /dev/shm of their own, which takes root. 4 "
     "processes, sharded over all.",
   ),
+  Row(
+    36,
+    "checkpoints in memory: SIGSTOP of one of 4 processes; the network between two hosts is cut",
+    12,
+    "the launcher kills the stopped one and names it; all end within 60 s of the cut; they resume "
+    "from memory; at most two steps made again; Same",
+    "rows_memory",
+    60,
+    note="Hosts are namespaces with networks of their own, which takes root.",
+  ),
 )

@@ -1,4 +1,4 @@
-"""Rows 34 and 35: what is lost of a run whose checkpoints are in memory, and where it resumes."""
+"""Rows 34 to 36: what is lost of a run whose checkpoints are in memory, and where it resumes."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tests.faults import same
 from tests.faults.harness import CLASSIFIER, Run, saved, story
-from tests.faults.hosts import Hosts
+from tests.faults.hosts import ADDRESS, Hosts
 from tests.faults.plan import Trial
 from tests.faults.rows_kills import resumed
 from tests.faults.trying import Attempt, tried
@@ -137,6 +137,60 @@ def row_35(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
     same.check(attempt.workdir, clean.of(SHARDED, 4))
 
   return tried(35, range(seed, seed + trials), folder, one)
+
+
+def row_36(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
+  """Stops a process by SIGSTOP under the launcher; cuts the network between two hosts."""
+  clean = Clean(folder)
+
+  def one(attempt: Attempt) -> None:
+    step = attempt.chance.randrange(STORED_EVERY + 2, STEPS - 5)
+    act = stopped if attempt.number % 2 == 0 else partitioned
+    attempt.does = f"{act.__doc__.partition('.')[0]}, after step {step}"
+    done, text = act(attempt, step)
+    at = resumed(text)
+    attempt.seen.append(f"{done - at} of {done} steps made again")
+    assert at >= done - 2, f"{at}, {done}"
+    same.check(attempt.workdir, clean.of(SHARDED, 4))
+
+  return tried(36, range(seed, seed + trials), folder, one)
+
+
+def stopped(attempt: Attempt, step: int) -> tuple[int, str]:
+  """SIGSTOP of one of 4 processes, which are restarted."""
+  flags = flags_of(SHARDED, 4, 1)
+  settings = {"count": 4, "launcher": True, "restarts": 1, "replacements": 4, "steps": STEPS}
+  with Run(attempt.workdir, **settings, flags=flags, common=CLASSIFIER) as run:
+    run.wait_for(f"step {step}/")
+    index = attempt.chance.randrange(4)
+    run.signal(index, signal.SIGSTOP)
+    run.wait_for("launch: restart 1 of")
+    done = max(at for at, _ in story(attempt.workdir))
+    assert f"launch: process {index} is stopped (SIGSTOP); killed" in run.text(), run.text()
+    assert run.end() == [0], run.text()
+    assert run.left_behind() == []
+    return done, run.text().partition("launch: restart 1 of")[2]
+
+
+def partitioned(attempt: Attempt, step: int) -> tuple[int, str]:
+  """The link between 2 hosts of 2 processes each is cut, and is there again for the next start."""
+  flags = flags_of(SHARDED, 4, 1)
+  with Hosts(attempt.folder / "hosts", 2, linked=True) as hosts:
+    given = {"count": 4, "steps": STEPS, "flags": flags, "common": CLASSIFIER}
+    given |= {"within": [hosts.entered(host) for host in (0, 0, 1, 1)]}
+    given["first_host"] = ADDRESS.format(0)
+    with Run(attempt.workdir, **given) as run:
+      run.wait_for(f"step {step}/")
+      hosts.link("down")
+      run.sleep(60)
+      assert None not in run.codes, f"within 60 s: {run.codes}"
+      assert 0 not in run.codes, run.text()
+      assert run.left_behind() == []
+    done = max(at for at, _ in story(attempt.workdir))
+    hosts.link("up")
+    with Run(attempt.workdir, **given) as run:
+      assert set(run.end()) == {0}, run.text()
+      return done, run.text()
 
 
 Disturb = Callable[[Attempt, Hosts], bool]  # returns whether memory still has a step
