@@ -329,7 +329,7 @@ def compile_step(
 # A number at the top level of a lowered program, where the optimizer's and its schedule's are:
 # those of a loop's bounds and slices stand within the loop.
 _NUMBER = re.compile(
-  r"^    (%\w+ = stablehlo.constant dense<)(-?[\d.]+(?:[eE][+-]\d+)?)(> : tensor<[if]\d+>)$",
+  r"^(    %\w+ = stablehlo.constant dense<)(-?[\d.]+(?:[eE][+-]\d+)?)(> : tensor<[if]\d+>)$",
   re.MULTILINE,
 )
 
@@ -340,14 +340,11 @@ def without_numbers(text: str) -> str:
   Two programs that differ in them alone have the same buffers and take the same time. 0, 1 and -1
   stay: the compiler leaves out what adds, or multiplies by, them.
   """
-  seen: dict[str, int] = {}
 
-  def named(found: re.Match) -> str:
-    if abs(float(found[2])) in (0, 1):
-      return found[0]
-    return f"    {found[1]}#{seen.setdefault(found[2], len(seen))}{found[3]}"
+  def replaced(found: re.Match) -> str:
+    return found[0] if abs(float(found[2])) in (0, 1) else f"{found[1]}#{found[3]}"
 
-  return _NUMBER.sub(named, text)
+  return _NUMBER.sub(replaced, text)
 
 
 def compile_to_run(ready: setup.Job) -> tuple[Program, Callable | None]:

@@ -124,7 +124,12 @@ def test_a_compiled_program_is_kept_under_what_it_is_lowered_to(tmp_path, monkey
 
   first = text()
   alike = {"training.steps": 321, "optimizer.warmup_steps": 17, "optimizer.learning_rate": 0.02}
-  alike |= {"seed": 5, "evaluation.every_steps": 3, "checkpoint.every_steps": 7}
+  alike |= {
+    "optimizer.weight_decay": 0.02,
+    "seed": 5,
+    "evaluation.every_steps": 3,
+    "checkpoint.every_steps": 7,
+  }
   assert text(**alike) == text() == first
   others = [{"model.layers": 4}, {"data.global_batch_size": 128}]
   others += [{"training.gradient_accumulation_steps": count} for count in (2, 4)]
