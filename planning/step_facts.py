@@ -109,7 +109,9 @@ class StepFacts:
 
   @property
   def way(self) -> str:
-    """Returns how a decoder's attention runs where the sequence is split."""
+    """Returns how a decoder's attention runs where the sequence is split; "" of other models."""
+    if self.kind != "transformer":
+      return ""
     model, heads = self.model, (self.model.heads, self.model.kv_heads)
     given = model.context_attention, self.training.attention_kernel, self.length, *heads
     return fastest_way(*given, count=self.parts("T"), tensor=self.parts("N"))

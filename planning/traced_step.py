@@ -340,14 +340,15 @@ def _one_device(part: DevicePart, stages: int = 1) -> Iterator[None]:
   """Sets a mesh of manual axes and tables that shard nothing, so there is no communication.
 
   Except the sequence, if it is sharded: attention then does not skip the blocks of scores above the
-  diagonal, since a device's queries are from all of the sequence. And except the stages, which a
+  diagonal, since a device's queries are from all of the sequence (not so where heads are exchanged
+  for it: those are complete rows). And except the stages, which a
   pipeline's region splits the layers over.
   """
   step, tables = part.step, part.keys.partitioning
   legend = _model_of(part).legend
   activations, parameters = (dict.fromkeys(t, ()) for t in (tables.activations, tables.parameters))
   sizes = dict.fromkeys(step.mesh.axis_names, 1)
-  if "T" in legend:
+  if "T" in legend and step.way != split_sequence.ULYSSES:
     name = legend["T"].name
     axes = [axis for axis in tables.activations[name] if step.sizes[axis] > 1]
     activations[name] = tuple(axes)

@@ -107,3 +107,14 @@ def test_a_plan_sees_one_kernel_that_reads_and_writes_no_scores(rematerializatio
   q, k = 16 * 1024 * 8 * 8, 16 * 1024 * 4 * 8
   assert read == sorted([q, k, k, q, q, 16 * 8 * 1024])
   assert sorted(x.aval.size for x in backward.outvars) == sorted([q, k, k])
+
+
+def test_a_plan_sees_the_kernel_where_heads_are_exchanged_for_the_sequence():
+  sizes = {"data.sequence_length": 1024, "training.compute_dtype": "bfloat16", "model.head_size": 8}
+  mesh = {"mesh.context": 2, "training.attention_kernel": "cudnn"}
+  part = traced_step.part_of(of_job(make_job("single", "lm", **sizes, **mesh)), at_once=False)
+  found = traced_step.equations(traced_step.gradients(part))
+  kernels = [x for x in found if x.params.get("name") == fused_attention.CUDNN_KERNEL and x.invars]
+  assert len(kernels) == 2
+  # Complete rows of half of the heads, as half of the rows of all heads: the same work.
+  assert kernels[0].invars[0].aval.shape == (8, 1024, 8, 8)
