@@ -11,7 +11,11 @@ after the step, as a run does, and its loss is looked at. The share that a run f
 come once is that of the first column divided by the number of steps from one such step to the next;
 of a device that goes on being wrong, every one, after half as many steps in the mean.
 
-The last line has what a step costs that is computed twice, next to one that is not.
+Bits that change between two steps, in parameters and moments, are looked for by
+`training.check_memory` as well, which compares at every step.
+
+The last lines have what a step costs that is computed twice, next to one that is not, and what one
+costs whose state is compared with what the step before has left.
 """
 
 import contextlib
@@ -33,6 +37,7 @@ from models import transformer
 from partitioning.rules import named_leaves, nested
 from runtime import devices
 from tests.helpers import jobs
+from training.kept_state import KeptState, StateChangedError
 from training.recomputed_steps import RecomputedSteps, StepsDifferError
 from training.replica_check import CopiesDifferError
 from training.setup import Compiled, Job
@@ -174,6 +179,42 @@ def with_flip(state: State, kind: str, name: str, element: int, bit: int, chance
   )
 
 
+def memory_trial(job: Job, kind: str, kept: KeptState, step_of: Any, chance: Any) -> bool:
+  """Flips a bit between two steps; returns whether the second one finds it."""
+  names = list(named_leaves(job.placed_state.params))
+  state = jobs.first_state(job)
+  kept.forget()
+  for number in range(1, STEPS + 2):
+    if number == STEPS + 1:
+      name = str(chance.choice(names))
+      element = int(chance.integers(np.prod(named_leaves(state.params)[name].shape)))
+      state = with_flip(state, kind, name, element, int(chance.integers(32)), chance)
+    state, found = step_of(state, jobs.place(job, jobs.host_batch(job, number - 1)))
+    try:
+      kept.after_step(number, found)
+    except StateChangedError:
+      assert number == STEPS + 1, "a false alarm"
+      return True
+  return False
+
+
+def cost_of_digests(job: Job, kept: KeptState, turns: int = 40) -> float:
+  """Returns the time of a step with digests over that of one without: of medians, in turns."""
+  both = [job.compile_train_step().function, kept.compile_train_step().function]
+  states, seconds = [jobs.first_state(job) for _ in both], [[], []]
+  kept.forget()
+  for number in range(1, turns + 1):
+    batch = jobs.place(job, jobs.host_batch(job, number - 1))
+    for which, step_of in enumerate(both):
+      began = time.perf_counter()
+      states[which], found = step_of(states[which], batch)
+      if which:
+        kept.after_step(number, found)
+      jax.block_until_ready(states[which])
+      seconds[which].append(time.perf_counter() - began)
+  return statistics.median(b / a for a, b in zip(*seconds, strict=True))
+
+
 def cost(job: Job, again: RecomputedSteps, turns: int = 20) -> float:
   """Returns the time of computing a step once more, over that of a step: medians of turns."""
   step_of, state, extra, plain = job.compile_train_step().function, jobs.first_state(job), [], []
@@ -206,11 +247,22 @@ def main(_: list[str]) -> None:
     found = [one_trial(job, kind, chance, tools) for _ in range(_TRIALS.value)]
     counts = [sum(name in one for one in found) for name in ("again", "loss", "replicas")]
     print(f"| {kind} | {len(found)} | {' | '.join(map(str, counts))} |", flush=True)
+  kept = KeptState(plain, late=False)
+  step_of = kept.compile_train_step().function
+  for number, kind in enumerate(KINDS[:2]):
+    chance = np.random.default_rng([_SEED.value, number])
+    trials = range(_TRIALS.value)
+    found = sum(memory_trial(plain, kind, kept, step_of, chance) for _ in trials)
+    print(
+      f"changed in memory, a {kind}: {found} of {len(trials)} found by the next step", flush=True
+    )
   sizes = importlib.import_module(f"configs.{_STRATEGY.value}").get_config("lm")
   sizes = {key: value for key, value in config_flag.leaves(sizes) if key in jobs.SMALL["lm"]}
   usual = jobs.make_job(_STRATEGY.value, "lm", **sizes)
   ratio = cost(usual, RecomputedSteps(usual, 1, 0))
   print(f"a step computed again takes {ratio:.2f} of a step: {ratio:.2f} % every 100 steps")
+  ratio = cost_of_digests(usual, KeptState(usual, late=False))
+  print(f"a step whose state is compared with what was left takes {ratio:.3f} of a step")
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ FREE = (
   *("checkpoint.verify", "data.data_dir", "data.prefetch_batches", "data.prepare_processes"),
   *("training.attention_kernel", "training.rematerialization", "training.loss_chunks"),
   *("training.scan_unroll", "training.replica_check_every_steps", "training.gradient_reduction"),
-  "training.recompute_every_steps",
+  *("training.recompute_every_steps", "training.check_memory", "training.elastic"),
   *("partitioning.max_replicated_bytes", "partitioning.sequence_parallel"),
   *("partitioning.collective_matmul", "partitioning.reshard_after_forward"),
 )

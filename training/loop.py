@@ -41,6 +41,7 @@ from training.splits import Data
 from training.state import State
 
 if TYPE_CHECKING:
+  from training.kept_state import KeptState
   from training.recomputed_steps import RecomputedSteps
 
 
@@ -129,7 +130,12 @@ def begin(
   known = len(bad_steps.rollbacks)
   instruments = Instruments(start, watch, stack, rollbacks=known, started=started)
   watch.at("compiling", STARTING)
-  steps = TrainSteps(job.compile_train_step, job.batches, job.mesh)
+  kept = None
+  if config.training.check_memory:
+    from training.kept_state import KeptState  # which few runs have
+
+    kept = KeptState(job, late=not job.devices.simulated)
+  steps = TrainSteps((kept or job).compile_train_step, job.batches, job.mesh)
   last = steps.compile(start.step)
   workdir_files.add_collectives(
     start.workdir, collectives.format_summary(last.collectives), start.owner.require
@@ -166,6 +172,7 @@ def begin(
     debug_nans=debug_nans,
     replicas=replicas,
     recomputed=recomputed,
+    kept=kept,
     instruments=instruments,
     lockstep=lockstep,
     watch=watch,
@@ -202,6 +209,7 @@ class Run:
   debug_nans: DebugNans
   replicas: ReplicaCheck
   recomputed: "RecomputedSteps | None"
+  kept: "KeptState | None"
   instruments: Instruments
   lockstep: Lockstep
   watch: Watchdog
@@ -262,6 +270,8 @@ class Run:
       self.recomputed.before_step(self.done + 1, self.state, batch)
     self.state, metrics = self.train_steps.after(self.done)(self.state, batch)
     self.done += 1
+    if self.kept:
+      metrics = self.kept.after_step(self.done, metrics)
     if self.recomputed:
       self.recomputed.after_step(self.done, self.state)
     called = callbacks.due(self.callbacks, self.done)
@@ -307,6 +317,8 @@ class Run:
       made, self.state = self.start.roll_back(self.bad_steps, bad.step, bad.why, frozen)
       note(self.bad_steps.text())
     self.done = made.step
+    if self.kept:
+      self.kept.forget()
     self.saver.roll_back(self.done)
     self.instruments.rolled_back(made, len(self.bad_steps.rollbacks))
     callbacks.roll_back(self.callbacks, self._context({}))
@@ -362,13 +374,18 @@ class Run:
     if evaluation is not None and self.due.saves_evaluated:
       ranked_by = evaluation.compared(self.data.evaluation.source.fingerprint)
     self.saver.phase(f"saving step {self.done}")
-    self.replicas.before_save(self.done, self.state)
+    self._check_before_save()
     saved = self.start.saved_part(self.state), self._record()
     self.saver.save(self.done, *saved, **ranked_by)
 
+  def _check_before_save(self) -> None:
+    self.replicas.before_save(self.done, self.state)
+    if self.kept:
+      self.kept.before_save(self.done, self.state)
+
   def _save_to_memory(self) -> None:
     self.watch.at(f"step {self.done}: saving to memory")  # of a step: its time is known
-    self.replicas.before_save(self.done, self.state)
+    self._check_before_save()
     given = {"config": self.saver.config, "record": self._record()}
     self.start.memory.save(self.done, self.start.saved_part(self.state), **given)
 

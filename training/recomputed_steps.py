@@ -12,12 +12,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from input_pipeline.ramp import Shape
-from processes.coordination import current
 from training.bad_steps import TrainingStoppedError
-from training.replica_check import digest_program, named_state
+from training.replica_check import compile_digests, named_state
 from training.setup import Job
 
 KEY = "training.recompute_every_steps"
@@ -80,7 +79,10 @@ class RecomputedSteps:
       if shape not in self._compiled:
         step = self._other.compile_train_step(*([] if shape == ramp.last else [shape]))
         self._compiled[shape] = step.function
-    self._digests = [self._digest_program(one) for one in (self._job, self._other)]
+    self._digests = [
+      compile_digests(named_state(one.placed_state), one.mesh, one.compile)
+      for one in (self._job, self._other)
+    ]
 
   def before_step(self, step: int, state: Any, batch: Any) -> None:
     """Computes a step elsewhere, if it is one of those, from copies.
@@ -107,15 +109,6 @@ class RecomputedSteps:
     first, again, self._left = self._of(0, state), self._left, None
     if (first != again).any():
       raise StepsDifferError(self._text(step, first != again))
-
-  def _digest_program(self, job: Job) -> Callable:
-    leaves = named_state(job.placed_state)
-    together = PartitionSpec(job.mesh.axis_names) if current().alone else PartitionSpec()
-    return job.compile(
-      digest_program(leaves, job.mesh),
-      list(leaves.values()),
-      out_shardings=NamedSharding(job.mesh, together),
-    ).function
 
   def _of(self, which: int, state: Any) -> np.ndarray:
     """Returns the digests of a state: uint32 [place in the mesh, array]."""

@@ -88,6 +88,26 @@ def digest_program(
   return fetching
 
 
+def gathered(mesh: Mesh) -> NamedSharding:
+  """Returns how digests are sharded that are compared on every process.
+
+  A single process reads the rows directly; several processes each need all rows.
+  """
+  return NamedSharding(mesh, PartitionSpec(mesh.axis_names) if current().alone else PartitionSpec())
+
+
+def compile_digests(
+  leaves: Mapping[str, jax.ShapeDtypeStruct],
+  mesh: Mesh,
+  compile_on: Callable[..., Any],
+  name: str = "",
+) -> Callable[[Sequence[jax.Array]], jax.Array]:
+  """Returns `digest_program`, compiled; arguments as of it and of `Job.compile`."""
+  program = digest_program(leaves, mesh)
+  given = {"name": name, "out_shardings": gathered(mesh)}
+  return compile_on(program, list(leaves.values()), **given).function
+
+
 def digests(blocks: Sequence[jax.Array]) -> list[jax.Array]:
   """Returns for each array a uint32 that changes with any single bit of it.
 
@@ -231,14 +251,7 @@ class ReplicaCheck:
     self._checked: int | None = None
     if not self._copies.leaves:
       return
-    # A single process reads the rows directly; several processes each need all rows.
-    together = PartitionSpec(mesh.axis_names) if current().alone else PartitionSpec()
-    self._digests = compile_on(
-      digest_program(self._copies.leaves, mesh),
-      list(self._copies.leaves.values()),
-      name="digests of replicas",
-      out_shardings=NamedSharding(mesh, together),
-    ).function
+    self._digests = compile_digests(self._copies.leaves, mesh, compile_on, "digests of replicas")
 
   def after_step(self, step: int, state: State) -> None:
     """Starts a check if one is due, and reads the previous one.
@@ -288,7 +301,7 @@ def _text(step: int, found: Sequence[Difference], leaves: Mapping[str, Any]) -> 
   lines = forms.first([_line(one, leaves[one.name].shape) for one in found], _MOST_LINES)
   counts = collections.Counter(device for one in found if one.right for device in one.wrong)
   if counts:
-    named = _devices([device for device, _ in counts.most_common()])
+    named = device_text([device for device, _ in counts.most_common()])
     verdict = f"{named} {'differs' if len(counts) == 1 else 'differ'} from the other replicas"
   else:
     verdict = "there is no majority, so it is not known which device is wrong"
@@ -305,11 +318,11 @@ def _text(step: int, found: Sequence[Difference], leaves: Mapping[str, Any]) -> 
 def _line(one: Difference, shape: Sequence[int]) -> str:
   name = f"{one.name} [{', '.join(map(str, shape))}]"
   if not one.right:
-    return f"{name}: the copies on {_devices(one.wrong)} differ"
-  return f"{name}: {_devices(one.wrong)} against {_devices(one.right)}"
+    return f"{name}: the copies on {device_text(one.wrong)} differ"
+  return f"{name}: {device_text(one.wrong)} against {device_text(one.right)}"
 
 
-def _devices(devices: Sequence[jax.Device]) -> str:
+def device_text(devices: Sequence[jax.Device]) -> str:
   """Returns `device 3 (process 1)` or `devices 3, 5 (process 1), 8 (process 2)`."""
   by_process = collections.defaultdict(list)
   for device in devices[:_MOST_NAMES]:

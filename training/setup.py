@@ -246,16 +246,27 @@ class Job:
     elements = {p.name: math.prod(p.shape) for p in self.placements["parameters"].values()}
     return sum(elements.values()), active_elements(self.config.model, elements)
 
-  def compile_train_step(self, shape: Shape | None = None) -> "Compiled":
+  def compile_train_step(
+    self,
+    shape: Shape | None = None,
+    *,
+    step: Callable | None = None,
+    aside: Sequence[NamedSharding] = (),
+  ) -> "Compiled":
     """Compiles `(state, batch) -> (state, metrics)`; the state that it is given is donated.
 
     Args:
       shape: of the batches of a stage of a ramp; None: of the last.
+      step: a function that returns (metrics, more, ...) in place of the metrics.
+      aside: how these more are sharded.
     """
     batch = self.batch if shape is None else self.batches.abstract(self.legend, shape)
-    return self.compile(
-      self.program.train_step, self.state, batch, name="train step", **self._jit_of_train_step
-    )
+    jit, given = self._jit_of_train_step, (self.state, batch)
+    if step is None:
+      return self.compile(self.program.train_step, *given, name="train step", **jit)
+    state, metrics = jit["out_shardings"]
+    jit["out_shardings"] = state, (metrics, *aside)
+    return self.compile(step, *given, name="train step, and digests", **jit)
 
   def lowered_train_step(self) -> tuple[jax.stages.Lowered, list[dict[str, str | bool]]]:
     """Returns the program of the train step, and the options, as `compile_with` takes them."""

@@ -63,6 +63,8 @@ class Program:
     gathered: parameters that a pipeline gathers once per step; None: each tick gathers its own.
     reduce_once_over: the mesh axis over which gradients are reduced after the last microbatch;
       None: they are reduced over all axes after each (`training.gradient_reduction`).
+    before_update: called with the state, the gradients' norm and the factor that they are scaled
+      by, which it returns; None: nothing is called.
   """
 
   spec: StepSpec
@@ -83,6 +85,7 @@ class Program:
   pipeline: "Schedule | None" = None
   gathered: "GatheredOnce | None" = None
   reduce_once_over: str | None = None
+  before_update: Callable[[State, jax.Array, jax.Array], jax.Array] | None = None
 
   def init(self, key: jax.Array, given: Any = None) -> State:
     """Returns the initial state. Jit it: drawn eagerly, parameters differ in their last bits.
@@ -240,6 +243,8 @@ class Program:
     norm = inverse_weight * self.norm(raw)
     clip = self.spec.clip_norm
     scale = inverse_weight * clip / jnp.maximum(norm, clip) if clip else inverse_weight
+    if self.before_update is not None:
+      scale = self.before_update(state, norm, scale)
     params, optimizer, rate = self.updated(state, _scaled(raw, scale))
     params = moved_router_bias(params, means, self.spec.router_bias_rate)
     means = as_metrics(means)

@@ -274,6 +274,13 @@ TRAINING: Rows = {
     least=0,
     resume=MAY_CHANGE,
   ),
+  "check_memory": Key(
+    False,
+    "Compare what each update reads of parameters and optimizer state with what the one before has "
+    "left, and stop where bits have changed in memory",
+    excludes={"optimizer.state_memory=host": "it is about the memory of devices"},
+    resume=MAY_CHANGE,
+  ),
   "elastic": Key(
     False,
     "Go on with fewer data replicas where processes or devices are missing, with the same batches "
