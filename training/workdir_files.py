@@ -126,12 +126,19 @@ def _shared(
     )
     groups.before_leaving(ownership.end)
     ownership.watch(lambda: bool(watch.stop), lambda text: _replaced(workdir, text, watch))
-    group.put("owner/0", {"number": ownership.number})
-  # As long as process 0 may wait; the watchdog notifies the others of its refusal.
-  longest = 2 * keys.start_timeout_seconds + keys.owner_wait_seconds + 3600
-  group.wait("owner", timeout_seconds=longest)
-  watch.at("starting", STARTING)
-  return ownership if group.first else Ownership(number=group.list("owner")["0"]["number"])
+  else:
+    ownership = Ownership()
+  try:
+    if group.first:
+      group.put("owner/0", {"number": ownership.number})
+    # As long as process 0 may wait; the watchdog notifies the others of its refusal.
+    longest = 2 * keys.start_timeout_seconds + keys.owner_wait_seconds + 3600
+    group.wait("owner", timeout_seconds=longest)
+    watch.at("starting", STARTING)
+    return ownership if group.first else Ownership(number=group.list("owner")["0"]["number"])
+  except BaseException:  # another process has died, and this one will claim the workdir again
+    ownership.end()
+    raise
 
 
 def _replaced(workdir: epath.Path, what: str, watch: Watchdog) -> None:

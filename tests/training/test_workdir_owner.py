@@ -106,6 +106,21 @@ def test_what_is_refused_after_the_workdir_was_taken_leaves_it_as_it_was(tmp_pat
   assert list(tmp_path.iterdir()) == []
 
 
+def test_a_claim_is_withdrawn_where_another_process_dies_before_all_know_of_it(
+  tmp_path, monkeypatch
+):
+  job, workdir = make_job("single", "mlp"), tmp_path / "run"
+
+  def dies(self, point, **more):
+    assert (workdir / "owner" / "000001.json").exists()
+    raise RuntimeError("CANCELLED")
+
+  monkeypatch.setattr(workdir_files.groups.Group, "wait", dies)
+  with pytest.raises(RuntimeError, match="CANCELLED"), owned(job, workdir):
+    raise AssertionError("it is not the owner yet")
+  assert list(tmp_path.iterdir()) == []
+
+
 def test_a_run_takes_over_the_workdir_and_reports_the_earlier_claims(tmp_path):
   job = make_job("single", "mlp", **{"processes.lease_seconds": 20.0})
   for number in (1, 2, 3):
