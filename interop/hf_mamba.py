@@ -65,9 +65,11 @@ def _limits(theirs: Theirs) -> tuple[float, ...]:
 
 def _read(theirs: Theirs) -> dict[str, Any]:
   """Returns the sizes; Falcon-H1 names the width of all heads."""
-  width, heads = theirs.get("mamba_d_ssm"), "mamba_n_heads"
-  if width is None:
+  heads = "mamba_n_heads"
+  if theirs.get("mamba_d_ssm") is None:
     width = value_of(theirs, _EXPAND) * value_of(theirs, "hidden_size")
+  else:
+    width = value_of(theirs, "mamba_d_ssm")
   if theirs.get("mamba_d_head") in (None, "auto"):
     theirs = {**theirs, "mamba_d_head": width // value_of(theirs, heads)}
   if value_of(theirs, "mamba_d_head") * value_of(theirs, heads) != width:

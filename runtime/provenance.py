@@ -34,6 +34,7 @@ NUMERICS = (
   "training/setup.py",  # precision
   "training/splits.py",  # seeds and splits
   "training/averages.py",
+  "training/elastic.py",  # the order of sums
   "training/gradients.py",  # the order of sums
   "training/microbatches.py",  # likewise
   "training/optimizer.py",

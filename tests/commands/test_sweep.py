@@ -168,7 +168,7 @@ def test_a_sweep_that_cannot_begin_is_refused(main, flags, why):
 # `sweep` is the real one; each of its runs evaluates every 10 steps to a loss that the rate gives,
 # stops on SIGTERM with 75, and goes on from there.
 PLAYED = """
-import json, pathlib, signal, sys, time
+import json, os, pathlib, signal, sys, time
 if sys.argv[1] == "sweep":
   from absl import app
   from commands import flags, session
@@ -185,7 +185,9 @@ for step in range(10 * len(lines) + 10, 101, 10):
   time.sleep(PAUSE)
   line = {"step": step, "eval_loss": abs(rate - 0.4) + 1 / step, "eval_examples": 8}
   lines.append(json.dumps(line))
-  file.write_text("\\n".join(lines) + "\\n")
+  whole = folder / "part"  # SIGTERM may come while it is written
+  whole.write_text("\\n".join(lines) + "\\n")
+  os.replace(whole, file)
 """
 
 

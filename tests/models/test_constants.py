@@ -104,7 +104,7 @@ def assert_scores(attend, scale, size=H, others=None):
 def test_every_kernel_scales_by_the_scale(kernel, context):
   sizes = {"model.heads": N, "model.kv_heads": N, "model.head_size": H, "data.sequence_length": T}
   job = make_job("single", "lm", **{**sizes, "mesh.context": context, "data.global_batch_size": B})
-  attend = attention.Attend(kernel, DEEPSEEK_V3, 0.0, (None,), 1, "H")
+  attend = attention.Attend(kernel, DEEPSEEK_V3, 0.0, (None,), False, 1, "H")
   order_T = zigzag_order(T, context) if context > 1 else np.arange(T, dtype=np.int32)
   slots_BT = jnp.asarray(order_T)[None]
 

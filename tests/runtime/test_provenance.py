@@ -21,7 +21,7 @@ OTHERS = {
   "evaluation history instruments loop metrics/__init__ metrics/built_in_sinks metrics/console "
   "metrics/goodput metrics/log_lines metrics/profiler metrics/reader metrics/sinks "
   "metrics/throughput metrics/tracker named_activations "
-  "parity recomputed_steps replay replica_check restore run_record run_tokenizer "
+  "parity kept_state recomputed_steps replay replica_check restore run_record run_tokenizer "
   "workdir_files checkpointing/__init__ "
   "checkpointing/async_writer checkpointing/checkpointer checkpointing/consensus "
   "checkpointing/integrity checkpointing/memory_copies checkpointing/memory_tier "

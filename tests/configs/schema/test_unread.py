@@ -157,6 +157,7 @@ ELSEWHERE = {
   "training.bad_step_skips",
   "training.bad_step_window",
   "training.callbacks",
+  "training.check_memory",
   "training.max_rollbacks",
   "training.on_bad_step",
   "training.recompute_every_steps",
