@@ -54,7 +54,7 @@ def run() -> int:
     runs.advance()
   runs.write()
   if runs.stop or runs.any(LEFT):
-    say(f"stopped: {runs.counts()}; the same command goes on")
+    say(f"stopped: {runs.counts()}; the same command resumes")
     return exit_codes.STOPPED
   if not runs.any(FAILED):
     return exit_codes.DONE
@@ -201,7 +201,10 @@ class _Runs:
 
   def halve(self, step: int) -> None:
     """Stops the settings that are worse after so many steps, by the mean over their seeds."""
-    if self.stop or (self.any(LEFT) and not all(self._at(one, step) for one in self.entries)):
+    if self.stop:
+      return
+    if short := [one.name for one in self.entries if not self._at(one, step)]:
+      say(f"after step {step:,}: nothing is compared, as {short[0]} was stopped before it")
       return
     metric = sweep_report.metric_of([one.run for one in self.entries if one.run])
 

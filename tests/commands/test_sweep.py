@@ -257,7 +257,7 @@ def test_a_stop_saves_the_runs_and_the_same_command_goes_on(tmp_path):
   out, _ = process.communicate(timeout=60)
   assert process.returncode == 75, out
   assert "SIGINT: stopping 2 runs, which save" in out
-  assert "stopped: 3 left; the same command goes on" in out
+  assert "stopped: 3 left; the same command resumes" in out
   assert not (tmp_path / "out/learning_rate-0.3").exists()
   played.script.write_text(PLAYED.replace("PAUSE", "0"))
   code, out, found = played.run(axes)
