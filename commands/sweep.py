@@ -121,6 +121,7 @@ class _Runs:
     self._parallel, self._began = parallel, time.monotonic()
     self._deadline = self._began + 3600 * hours if hours else math.inf
     self._popen: dict[str, subprocess.Popen] = {}
+    self._told: set[str] = set()  # the names of those of them that have had SIGTERM
     self._reaper: subprocess.Popen | None = None
     self._ended_at: list[float] = []
     named = zip(sweep_axes.names(settings), settings, strict=True)
@@ -293,13 +294,16 @@ class _Runs:
         if self._at(there, until):
           self._terminate([entry.name])
       return
-    popen = self._popen.pop(entry.name)
+    popen, told = self._popen.pop(entry.name), entry.name in self._told
+    self._told.discard(entry.name)
     self._reaper.stdin.write(b"-%d\n" % popen.pid)
     there = run_files.read(self.workdir(entry)) if run_files.is_run(self.workdir(entry)) else None
     state = {exit_codes.DONE: DONE, exit_codes.STOPPED: LEFT}.get(code, FAILED)
-    stopped = state == FAILED and code < 0 and self.stop.insisted
+    # SIGTERM ends a process that cannot handle it yet, or no longer.
+    if state == FAILED and code < 0 and (self.stop.insisted or (told and code == -signal.SIGTERM)):
+      state = DONE if there and there.times and there.times["done"] else LEFT
     reason = self._reason(entry, code) if state == FAILED else ""
-    self._replace(place, run=there, state=LEFT if stopped else state, code=code, reason=reason)
+    self._replace(place, run=there, state=state, code=code, reason=reason)
     self._ended_at.append(time.monotonic())
     what = f"paused after step {there.done:,}" if there and state == LEFT else state
     say(f"{entry.name}: {what}{f' ({reason})' if reason else ''}; {self.counts()}{self._time()}")
@@ -321,7 +325,8 @@ class _Runs:
     return f"; about {clock(pace * left)} more" if left else ""
 
   def _terminate(self, names: Sequence[str]) -> None:
-    for name in names:
+    for name in {*names} - self._told:
+      self._told.add(name)
       with contextlib.suppress(ProcessLookupError):
         os.kill(self._popen[name].pid, signal.SIGTERM)
 
