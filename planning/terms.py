@@ -456,7 +456,8 @@ def mixer_states(step: StepFacts) -> Iterator[Term]:
   S -> A S + B, with A of h h numbers of a head by the delta rule and of one without, B of h u, and
   has the w - 1 inputs that the convolution of the next piece sees. They are all-gathered, forward
   and where the backward pass computes them again, and their gradients reduce-scattered: of y layers
-  with N heads m y 3 b c p N (A + B) / t, and m y 3 b c p (w - 1) for each channel of a convolution.
+  with N heads m y 3 b c p N (A + B) / t (of fixed decays no gradients), and m y 3 b c p (w - 1) for
+  each channel of a convolution.
   """
   model = step.model
   if step.kind != _DECODER or not (layers := mixer_layers(model)):
@@ -468,18 +469,18 @@ def mixer_states(step: StepFacts) -> Iterator[Term]:
   for name in mixer_class(model.mixer).cached:
     letters = CACHE[name].removeprefix("yB")
     sizes = [step.legend[letter].size / step.parts(letter) for letter in letters]
-    arrays, why = 1, "inputs that the convolutions of the next pieces see"
+    elements, why = rows * math.prod(sizes), "inputs that the convolutions of the next pieces see"
+    parts = [elements]
     if name == STATES:
-      heads, size, value_size = sizes
-      sizes = [
-        heads,
-        size * value_size + (size**2 if model.mixer in ("gated_delta", "kimi_delta") else 1),
-      ]
-      arrays, why = 2, "what pieces of rows do to the states of mixers"
-    elements = rows * math.prod(sizes)
-    yield Term("all-gather", axes, 2 * often, elements, why, itemsize, arrays=arrays)
+      heads, size, _ = sizes
+      by_delta = model.mixer in ("gated_delta", "kimi_delta")
+      parts += [rows * heads * (size**2 if by_delta else 1)]
+      why = "what pieces of rows do to the states of mixers"
+    yield Term("all-gather", axes, 2 * often, sum(parts), why, itemsize, arrays=len(parts))
+    if model.mixer == "lightning":  # whose decays are fixed
+      parts = parts[:1]
     why = f"gradients of {why}"
-    yield Term("reduce-scatter", axes, often, elements, why, itemsize, arrays=arrays)
+    yield Term("reduce-scatter", axes, often, sum(parts), why, itemsize, arrays=len(parts))
 
 
 def routers(step: StepFacts) -> Iterator[Term]:

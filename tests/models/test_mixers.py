@@ -206,10 +206,8 @@ def test_pieces_from_a_cache_give_what_the_whole_gives(mesh, keys):
 
 
 @functools.cache
-def on_one_device(mixer, length, muon=False):
-  return train(
-    "lm", "float64", {**EACH[mixer], "data.sequence_length": length, **(MUON if muon else {})}
-  )
+def on_one_device(mixer, length):
+  return train("lm", "float64", {**EACH[mixer], "data.sequence_length": length})
 
 
 @pytest.mark.parametrize(
@@ -251,8 +249,11 @@ def test_bytes_of_the_exchange_of_states_are_those_of_the_formula(keys, way):
 
 @pytest.mark.long
 def test_muon_on_a_mesh_gives_what_one_device_gives():
-  ours = train("lm", "float64", {**DELTA, **MUON, **MESHES["all, ring"]})
-  assert_equal(ours, on_one_device("delta", 24, muon=True), "float64")
+  # Its updates are as large however small a gradient is: after larger ones the norm of the next
+  # gradient has many times the rounding errors of the parameters.
+  keys = {**DELTA, **MUON, "optimizer.learning_rate": 0.0005}
+  one = train("lm", "float64", {**keys, "data.sequence_length": 24})
+  assert_equal(train("lm", "float64", {**keys, **MESHES["all, ring"]}), one, "float64")
 
 
 @pytest.mark.parametrize(
