@@ -69,6 +69,7 @@ from collections.abc import Iterable
 import psutil
 
 from processes import reaper
+from processes.launch.options import parse as parse_options
 from processes.listening import free_port
 from processes.preemption import (
   FITTING,
@@ -577,31 +578,18 @@ def make_room(count: int) -> str:
 # ------------------------------ the command ------------------------------
 
 
+OPTIONS = {
+  "restarts": (0, "how often at most; 0"),
+  "replacements": (0, "how many at most; 0"),
+  "return_seconds": (600.0, "fewer run for; 600"),
+  "grace_seconds": (30.0, "to save in; 30"),
+  "report": ("", "the file for pids and exit codes; none"),
+}
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
   """Returns the options, with `command`; exits with 2 and one message where they are wrong."""
-  split = arguments.index("--") if "--" in arguments else len(arguments)
-  parser = argparse.ArgumentParser(
-    prog="launch",
-    usage=argparse.SUPPRESS,
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-  )
-  parser.add_argument("--processes", type=int, required=True, help="how many")
-  parser.add_argument("--restarts", type=int, default=0, help="how often at most; 0")
-  parser.add_argument("--replacements", type=int, default=0, help="how many at most; 0")
-  parser.add_argument("--return_seconds", type=float, default=600, help="fewer run for; 600")
-  parser.add_argument("--grace_seconds", type=float, default=30, help="to save in; 30")
-  parser.add_argument("--report", default="", help="the file for pids and exit codes; none")
-  options = parser.parse_args(arguments[:split])
-  options.command = arguments[split + 1 :]
-  numbers = [name for name, value in vars(options).items() if isinstance(value, int | float)]
-  for name in numbers:
-    least = 1 if name == "processes" else 0
-    if not getattr(options, name) >= least:
-      parser.error(f"--{name}={getattr(options, name)}: must be at least {least}")
-  if not options.command:
-    parser.error("no command; write it after the options: -- python main.py --config=...")
+  options, parser = parse_options(arguments, __doc__, OPTIONS)
   if shutil.which(options.command[0]) is None:
     parser.error(f"{options.command[0]}: no such command")
   if text := make_room(options.processes):

@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+from processes.launch.options import parse as parse_options
 from runtime.exit_codes import DONE, FAILED, REFUSED, STOPPED
 
 # As of `python -m processes.launch`: the others may be about to print their own diagnosis.
@@ -222,32 +223,21 @@ def _counts(resources: dict[str, float]) -> str:
 # ------------------------------ the command ------------------------------
 
 
+OPTIONS = {
+  "cpus": (1, "of each; 1"),
+  "gpus": (0, "of each; 0"),
+  "restarts": (0, "how often at most; 0"),
+  "grace_seconds": (60.0, "to save in; 60"),
+  "wait_seconds": (300.0, "for room; 300"),
+  "address": ("auto", "of the cluster; the one of this node"),
+}
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
   """Returns the options, with `command`; exits with 2 and one message where they are wrong."""
-  split = arguments.index("--") if "--" in arguments else len(arguments)
-  parser = argparse.ArgumentParser(
-    prog="launch",
-    usage=argparse.SUPPRESS,
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-  )
-  parser.add_argument("--processes", type=int, required=True, help="how many")
-  parser.add_argument("--cpus", type=int, default=1, help="of each; 1")
-  parser.add_argument("--gpus", type=int, default=0, help="of each; 0")
-  parser.add_argument("--restarts", type=int, default=0, help="how often at most; 0")
-  parser.add_argument("--grace_seconds", type=float, default=60, help="to save in; 60")
-  parser.add_argument("--wait_seconds", type=float, default=300, help="for room; 300")
-  parser.add_argument("--address", default="auto", help="of the cluster; the one of this node")
-  options = parser.parse_args(arguments[:split])
-  options.command = arguments[split + 1 :]
-  for name in ("processes", "cpus", "gpus", "restarts", "grace_seconds", "wait_seconds"):
-    if not getattr(options, name) >= (least := int(name == "processes")):
-      parser.error(f"--{name}={getattr(options, name)}: must be at least {least}")
+  options, parser = parse_options(arguments, __doc__, OPTIONS)
   if not options.cpus + options.gpus:
     parser.error("--cpus=0 --gpus=0: a process needs some of either")
-  if not options.command:
-    parser.error("no command; write it after the options: -- .venv/bin/python main.py --config=...")
   return options
 
 
