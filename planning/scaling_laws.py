@@ -20,8 +20,11 @@ DRAWS = 200  # of the bootstrap
 FAR = 100  # times the largest run's compute: beyond, a prediction is marked
 HUBER = 1e-3  # where the loss of a log residual turns from square to linear; arXiv:2203.15556
 REPETITION = 15.39  # epochs after which a repeated token's worth has decayed; arXiv:2305.16264
-STARTS = 12  # of the grid, the best by their objective
+STARTS = 8  # of the grid, the best by their objective
 LARGEST_EXPONENT = 3.0
+COEFFICIENTS = 5
+LEAST_SETTINGS = 8  # else nearly all draws of the bootstrap would be the same
+PER_DRAW = 20  # values of the noise for each law of the bootstrap
 TRAINING_FLOPS = 6  # per parameter and token, a third of them forward
 
 
@@ -93,15 +96,15 @@ class Fit:
     law: that fits all observations best.
     draws: laws of the bootstrap.
     observations: it was fitted to.
-    noise: standard deviation of a run's log loss about the law: of its seed, and of what the law
-      does not describe.
-    freedom: degrees of freedom of `noise`.
+    residuals: of the log losses of these, widened for the coefficients that were fitted: the
+      chance of their seeds, and what the law does not describe.
+    freedom: degrees of freedom of the residuals: settings less coefficients.
   """
 
   law: Law
   draws: tuple[Law, ...]
   observations: tuple[Observation, ...]
-  noise: float
+  residuals: np.ndarray
   freedom: int
 
   @property
@@ -113,6 +116,11 @@ class Fit:
       )
       for field in dataclasses.fields(Law)
     }
+
+  @property
+  def noise(self) -> float:
+    """Returns the standard deviation of a run's log loss about the law."""
+    return float(np.sqrt(np.mean(self.residuals**2)))
 
   @property
   def largest_compute(self) -> float:
@@ -347,23 +355,32 @@ def _check(observations: Sequence[Observation]) -> None:
     raise ValueError(
       "a scaling law needs finite losses above 0; leave these runs out: " + "; ".join(wrong)
     )
-  counts = {
-    "settings": (len({one.setting for one in observations}), 6),
-    "sizes of model": (len({one.parameters for one in observations}), 3),
-    "numbers of tokens": (len({one.tokens for one in observations}), 3),
-  }
-  if lacking := [f"{n} {name}, at least {m}" for name, (n, m) in counts.items() if n < m]:
+  lacking = [
+    f"{count} {name}, at least {least}"
+    for name, (count, least) in _distinct(observations, LEAST_SETTINGS).items()
+    if count < least
+  ]
+  if lacking:
     raise ValueError(
       "a scaling law has five coefficients; the runs have too few "
       f"({'; '.join(lacking)}): train more sizes on more numbers of tokens"
     )
 
 
+def _distinct(observations: Sequence[Observation], settings: int) -> dict[str, tuple[int, int]]:
+  """Returns what must differ between runs -> how many there are, and how many are needed."""
+  return {
+    "settings": (len({one.setting for one in observations}), settings),
+    "sizes of model": (len({one.parameters for one in observations}), 3),
+    "numbers of tokens": (len({one.tokens for one in observations}), 3),
+  }
+
+
 def fit_law(observations: Sequence[Observation], *, draws: int = DRAWS, seed: int = 0) -> Fit:
   """Fits a law to finished runs.
 
   Args:
-    observations: the runs, with at least six pairs of parameters and tokens, three different
+    observations: the runs, with at least eight pairs of parameters and tokens, three different
       numbers of each; several seeds of a pair are one setting of the bootstrap.
     draws: of the bootstrap.
     seed: of the bootstrap.
@@ -376,41 +393,45 @@ def fit_law(observations: Sequence[Observation], *, draws: int = DRAWS, seed: in
   found = [_minimize(start, points, even) for start in _starts(points, even)]
   best = min(found, key=lambda result: result.fun).x
   law = points.law(best)
-  settings = len({one.setting for one in observations})
-  freedom = max(1, settings - len(best))
+  random = np.random.default_rng(seed)
+  weights = [_weights(observations, random) for _ in range(draws)]
+  laws = tuple(points.law(_minimize(best, points, one).x) for one in weights)
+  settings = _settings(observations)
+  freedom = len(settings) - COEFFICIENTS
   residuals = np.array(
     [
       math.log(one.loss / law.loss(one.parameters, one.tokens, one.unique_tokens))
       for one in observations
     ]
   )
-  noise = math.sqrt(np.mean(residuals**2) * settings / freedom)
-  random = np.random.default_rng(seed)
-  laws = [
-    points.law(_minimize(best, points, weights).x)
-    for weights in (_weights(observations, random) for _ in range(draws))
-  ]
-  return Fit(law, tuple(laws), tuple(observations), noise, freedom)
+  for places in settings:
+    residuals[places] += residuals[places].mean() * (math.sqrt(len(settings) / freedom) - 1)
+  return Fit(law, laws, tuple(observations), residuals, freedom)
+
+
+def _settings(observations: Sequence[Observation]) -> list[list[int]]:
+  """Returns the places of runs, together where only their seeds differ."""
+  places = collections.defaultdict(list)
+  for place, one in enumerate(observations):
+    places[one.setting].append(place)
+  return list(places.values())
 
 
 def _weights(observations: Sequence[Observation], random: np.random.Generator) -> np.ndarray:
-  """Returns weights of a Bayesian bootstrap (Rubin 1981, doi:10.1214/aos/1176345338).
+  """Returns how often each run is drawn: settings with replacement, then seeds of each likewise.
 
-  Settings are weighted, and the seeds within each. No draw lacks a setting altogether, as it may
-  where runs are drawn with replacement; a small ladder would not fix a law then.
+  A draw whose settings fix no law is drawn again.
   """
-  outer = collections.defaultdict(random.exponential)
-  inner = random.exponential(size=len(observations))
-  sums, counts = collections.Counter(), collections.Counter()
-  for one, weight in zip(observations, inner, strict=True):
-    sums[one.setting] += weight
-    counts[one.setting] += 1
-  return np.array(
-    [
-      outer[one.setting] * weight * counts[one.setting] / sums[one.setting]
-      for one, weight in zip(observations, inner, strict=True)
+  settings = _settings(observations)
+  while True:
+    drawn = [
+      place
+      for chosen in random.integers(len(settings), size=len(settings))
+      for place in random.choice(settings[chosen], size=len(settings[chosen]))
     ]
-  )
+    found = _distinct([observations[place] for place in drawn], COEFFICIENTS + 1)
+    if all(count >= least for count, least in found.values()):
+      return np.bincount(drawn, minlength=len(observations)).astype(float)
 
 
 # ------------------------------ predictions ------------------------------
@@ -434,16 +455,17 @@ def predict(
     flops: of training; None: six per parameter and token.
   """
   random = np.random.default_rng(0)
-  losses = np.array([draw.loss(parameters, tokens, unique_tokens) for draw in fit.draws])
-  chance = fit.noise * stats.t.ppf(
-    (random.permutation(len(losses)) + 0.5) / len(losses), fit.freedom
-  )
+  losses = np.array([draw.loss(parameters, tokens, unique_tokens) for draw in fit.draws])[:, None]
+  shape = (len(fit.draws), PER_DRAW)
+  signed = random.choice(fit.residuals, shape) * random.choice([-1, 1], shape)
+  # Widened as Student's distribution is: few residuals may understate their own size.
+  noise = signed * np.sqrt(fit.freedom / random.chisquare(fit.freedom, shape))
   run = Observation(parameters, tokens, 1.0, flops=flops)
   return Prediction(
     parameters=parameters,
     tokens=tokens,
     effective_tokens=float(effective_tokens(tokens, unique_tokens)),
-    loss=_interval(fit.law.loss(parameters, tokens, unique_tokens), losses * np.exp(chance)),
+    loss=_interval(fit.law.loss(parameters, tokens, unique_tokens), losses * np.exp(noise)),
     times_largest=run.compute / fit.largest_compute,
   )
 
