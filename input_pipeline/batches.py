@@ -15,6 +15,7 @@ from input_pipeline.order import EpochOrder
 from input_pipeline.position import Position
 from input_pipeline.ramp import Ramp
 from input_pipeline.source import Source, UnreadableError, among, few, spread
+from runtime import transfers
 
 # ------------------------------ rows that are cut ------------------------------
 
@@ -306,10 +307,12 @@ def _assemble(source, ids_B, abstract, shardings):
 
     return shard
 
-  return {
-    field: jax.make_array_from_callback(array.shape, shardings[field], shards_of(field))
-    for field, array in abstract.items()
-  }
+  return transfers.placed(
+    lambda: {
+      field: jax.make_array_from_callback(array.shape, shardings[field], shards_of(field))
+      for field, array in abstract.items()
+    }
+  )
 
 
 def _read_padded(source, ids):

@@ -24,9 +24,22 @@ from typing import Any
 from etils.epy.lazy_imports_utils import LazyModule
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-_LIBRARIES = tuple(
-  pathlib.Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")
-)
+
+
+def library_folders(path: Iterable[str]) -> tuple[pathlib.Path, ...]:
+  """Returns the folders of installed packages: Python's own, and of a path those with metadata.
+
+  `pip install --target` and the modules of a cluster put packages into a folder of PYTHONPATH.
+
+  Args:
+    path: as `sys.path`.
+  """
+  own = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+  there = [one for one in path if any(pathlib.Path(one).glob("*.dist-info"))]
+  return tuple(dict.fromkeys(pathlib.Path(one).resolve() for one in (*own, *there)))
+
+
+_LIBRARIES = library_folders(filter(None, sys.path))
 _TABLES: list["Table"] = []
 _LOADED: dict[pathlib.Path, str | None] = {}  # path -> argument, in the order of `load`
 

@@ -22,7 +22,7 @@ from partitioning.mesh import make_mesh
 from partitioning.rules import DEVICE, Legend, Placement, Table, named_leaves
 from partitioning.verdict import Layout, check_layout
 from processes.coordination import current
-from runtime import chips, executables, forms
+from runtime import chips, executables, forms, transfers
 from runtime.devices import Devices, memory_bytes
 from runtime.executables import Executables, described
 from training import compiler_options
@@ -201,7 +201,7 @@ class Job:
       shared = [repr(self.program.gathered), repr(self.program.reduce_once_over)]
       key = store.key(name, [*own, *shared])
       if found := store.load(name, key, devices):
-        return Compiled(found, time.monotonic() - began, stored=True)
+        return self._compiled(found, began, stored=True)
 
     def finish(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
       return compiler_options.compile_with(lowered, self.compiler_defaults, given)
@@ -209,7 +209,13 @@ class Job:
     lowered = self._lowered(function, *arguments, activations=activations, **jit)
     with self.tracing(activations):
       compiled = store.compiled(name, key, lowered, finish, devices) if store else finish(lowered)
-    return Compiled(compiled, time.monotonic() - began)
+    return self._compiled(compiled, began)
+
+  def _compiled(
+    self, function: jax.stages.Compiled, began: float, *, stored: bool = False
+  ) -> "Compiled":
+    function = transfers.alone_at_first(function, self.devices.platform)
+    return Compiled(function, time.monotonic() - began, stored)
 
   def _options(self, options: Mapping[str, str | bool] | None = None) -> dict[str, str | bool]:
     """Returns the compiler options that must not be left out, the config's over those given."""

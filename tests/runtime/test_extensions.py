@@ -260,3 +260,16 @@ def test_a_cell_of_a_notebook_counts_by_its_source(tmp_path, monkeypatch):
   assert [str(path) for path in extensions.files(numerics=True)] == [name]
   assert extensions.source(extensions.files(numerics=True)[0]) == text.encode()
   del linecache.cache[name]
+
+
+def test_a_folder_of_pythonpath_with_installed_packages_is_of_libraries(tmp_path):
+  (installed := tmp_path / "target").mkdir()
+  (installed / "flax-0.12.dist-info").mkdir()
+  (own := tmp_path / "own").mkdir()
+  (own / "my_model.py").write_text("")
+  found = extensions.library_folders([str(own), str(installed), str(tmp_path / "absent")])
+  assert installed.resolve() in found
+  assert own.resolve() not in found
+  assert pathlib.Path(pytest.__file__).resolve().is_relative_to(
+    next(one for one in found if one.name == "site-packages")
+  )
