@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import linecache
+import pathlib
 import sys
 import types
 
@@ -270,6 +271,8 @@ def test_a_folder_of_pythonpath_with_installed_packages_is_of_libraries(tmp_path
   found = extensions.library_folders([str(own), str(installed), str(tmp_path / "absent")])
   assert installed.resolve() in found
   assert own.resolve() not in found
-  assert pathlib.Path(pytest.__file__).resolve().is_relative_to(
-    next(one for one in found if one.name == "site-packages")
+  assert (
+    pathlib.Path(pytest.__file__)
+    .resolve()
+    .is_relative_to(next(one for one in found if one.name == "site-packages"))
   )
