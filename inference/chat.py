@@ -15,10 +15,9 @@ import jax
 import numpy as np
 
 from inference.request import Request, TextSpec, as_bytes, check
-from inference.sampler import Pace, Row, Sampler, TrainedModel
+from inference.sampler import Pace, Row, TokenSampler, TrainedModel
 from input_pipeline.text import chat_template
 from input_pipeline.text.conversations import ASSISTANT, Conversation
-from partitioning import rules
 
 Message = dict[str, Any]
 Cut = Callable[[], bool]
@@ -27,24 +26,16 @@ PIECE = 64  # tokens of a prompt that are read at a time
 _SHARE = 4  # by default, a quarter of a row is kept for the reply
 
 
-class CachedSampler(Sampler):
+class CachedSampler(TokenSampler):
   """A sampler that keeps its cache, with the programs compiled once."""
 
   def __init__(self, model: TrainedModel):
-    spec = model.spec
-    most = Request(((spec.tokenizer.start,),), max_new_tokens=spec.sequence_length - 1)
     # A piece is written as a whole, also where only its first tokens count.
-    super().__init__(model.job, most, slots=spec.sequence_length + PIECE)
-    self._params = model.params
-    self._more = [model.variables] if model.variables else []
+    super().__init__(model.job, rows=1, slots=model.spec.sequence_length + PIECE)
+    self._given = model.params, *([model.variables] if model.variables else [])
     self._known: list[int] = []  # the tokens in the cache
     self.pace = Pace()
-    cache = jax.eval_shape(self._empty_cache)
-    shardings = rules.shardings(cache, self.placements, self.job.mesh, "cache/")
-    self._cache = self.job.compile(self._empty_cache, out_shardings=shardings).function()
-
-  def _compile(self) -> tuple[Callable, Callable]:
-    return self._program(PIECE), self._program(1)
+    self._piece, self._cache = self._program(PIECE), self._empty()
 
   def draw(self, tokens: list[int], request: Request) -> Iterator[int]:
     """Yields what follows the tokens, one by one, for as long as a row has place.
@@ -63,7 +54,7 @@ class CachedSampler(Sampler):
     del self._known[common:]
     while len(self._known) < len(tokens):
       piece = tokens[len(self._known) :][:PIECE]
-      drawn = self._run(self.prefill, PIECE, piece, settings)
+      drawn = self._run(self._piece, PIECE, piece, settings)
     while True:
       yield drawn
       if len(self._known) + 1 > self.spec.sequence_length:
@@ -76,8 +67,10 @@ class CachedSampler(Sampler):
     tokens_BT[:, : len(piece)] = piece  # the rows that only fill the batch repeat the first
     counts_B = np.full(self.rows, len(piece), np.int32)
     tokens_BT, counts_B = self._put((tokens_BT, counts_B))
-    given = self._params, tokens_BT, counts_B, self._cache, settings
-    drawn_B1, self._cache = program(*given, *self._more)
+    params, *variables = self._given
+    drawn_B1, _, self._cache = program(
+      params, tokens_BT, counts_B, self._cache, settings, *variables
+    )
     self._known += piece
     return int(np.asarray(drawn_B1)[0, 0])
 

@@ -57,7 +57,8 @@ class Harness:
 
   def __init__(self, model: TrainedModel):
     """Takes the model."""
-    self._scorer, self._generator = Scorer(model), BatchGenerator(model)
+    self._scorer, self._generator = Scorer(model), BatchGenerator(model.job)
+    self._given = model.params, model.variables
     self._spec, self._coder = model.spec, model.spec.tokenizer
     self._length = model.spec.sequence_length
     self._chat = False  # whether contexts are what the chat template has written
@@ -105,7 +106,7 @@ class Harness:
 
   def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
     """Returns the continuation of each (context, settings), without the text that ends it."""
-    return self._generator([self._request(*one.args) for one in requests])
+    return self._generator(self._given, [self._request(*one.args) for one in requests])
 
   def _request(self, context: str, settings: Mapping[str, Any]) -> Request:
     settings = dict(settings)

@@ -1,8 +1,7 @@
-"""Text generation with a trained decoder: prefill of the prompts, then one token per step and row.
+"""Generation with a trained decoder: prefill of the prompts, then one token per step and row.
 
-Two programs are compiled per `Sampler`: prefill reads the prompts, decode the last token. Both draw
-the next token on the devices. Settings are arguments, so another temperature or seed needs no
-compilation.
+Prefill reads prompts into rows of a cache, decode each row's last token. Both draw the next token
+on the devices. Settings are arguments, so another temperature or seed needs no compilation.
 
 The token that ends a document ends a row. A prompt and its new tokens together are at most
 `data.sequence_length`: rotary positions have no limit, but the model has been trained on those
@@ -12,9 +11,9 @@ The next token is sampled by temperature, top-k and top-p, the same on every mes
 """
 
 import codecs
+import collections
 import dataclasses
 import functools
-import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,8 +58,17 @@ def filter_logits(
   dtype = logits_BV.dtype
   largest_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
   scaled_BV = (logits_BV - largest_B1) / temperature.astype(dtype)  # so nothing overflows to inf
+  kept = functools.partial(_likeliest, top_k=top_k, top_p=top_p)
+  # Sorting all tokens may take as long as a small model.
+  return jax.lax.cond((top_k == 0) & (top_p >= 1), lambda x_BV: x_BV, kept, scaled_BV)
+
+
+def _likeliest(
+  scaled_BV: Float[Array, "B V"], top_k: Int[Array, ""], top_p: Float[Array, ""]
+) -> Float[Array, "B V"]:
+  dtype = scaled_BV.dtype
   sorted_BV = jnp.sort(scaled_BV, axis=-1, descending=True)
-  ranks_V = jnp.arange(logits_BV.shape[-1], dtype=top_k.dtype)
+  ranks_V = jnp.arange(scaled_BV.shape[-1], dtype=top_k.dtype)
   kept_V = (top_k == 0) | (ranks_V < top_k)
   sorted_BV = jnp.where(kept_V[None], sorted_BV, -jnp.inf)
   probabilities_BV = jax.nn.softmax(sorted_BV, axis=-1)
@@ -100,6 +108,19 @@ def draw_token(
   # Gumbel-max: the argmax of logit + Gumbel noise is a sample of the softmax (arXiv:1411.0030, 2).
   noisy_BV = kept_BV + jax.vmap(noise)(settings["numbers"], positions_B)
   return jax.lax.argmax(jnp.where(temperature == 0, logits_BV, noisy_BV), 1, jnp.int32)
+
+
+def token_log_probabilities(
+  logits_BV: Float[Array, "B V"], drawn_B: Int[Array, " B"], temperature: Float[Array, ""]
+) -> Float[Array, " B"]:
+  """Returns log softmax(logits / temperature) of a token of each row, over all tokens.
+
+  That of what the model gives, whatever top-k and top-p have left to be drawn. Where the
+  temperature is 0, of the logits as they are.
+  """
+  divisor = jnp.where(temperature == 0, 1, temperature).astype(logits_BV.dtype)
+  log_probabilities_BV = jax.nn.log_softmax(logits_BV / divisor, axis=-1)
+  return jnp.take_along_axis(log_probabilities_BV, drawn_B[:, None], axis=-1)[:, 0]
 
 
 # ------------------------------ text as it is drawn ------------------------------
@@ -248,6 +269,7 @@ class Printer:
 # ------------------------------ whole texts ------------------------------
 
 Write = Callable[[int, str], None]  # (number of the prompt, counted from 0; new text)
+_REFILLS = 8  # an eighth of the rows is refilled at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,132 +292,142 @@ class TrainedModel:
     return text_spec(self.job.config)
 
 
-class Sampler:
-  """Prefill and decode, compiled for a job and for the sizes of a request.
+Take = Callable[[int, int, float], bool]  # (number of the prompt, token, log p) -> goes it on?
+Before = Callable[[int, int], bool]  # (prompts that were begun, of how many) -> go on?
+
+
+class TokenSampler:
+  """Continues prompts of token ids in rows that decode together, compiled for a job.
+
+  A row whose text has ended takes the next prompt. A text is a function of the seed, its number and
+  the parameters: the rows beside it, their order and the padding have no part in it.
 
   Attributes:
-    tokenizer: of the job's data.
-    rows: B, the prompts and as many dummy rows as the batch axes need.
-    prompt_tokens: T of the prefill, the longest prompt.
-    max_new_tokens: the most tokens drawn per row.
+    rows: B, those that decode together: a multiple of the parts that the batch axes make.
+    slots: S, the most tokens of a row.
     placements: `cache/keys`, ...: of the cache, for `partitioning.rules`.
     pace: of the last call, over all prompts.
   """
 
   def __init__(
-    self, job: Job, request: Request, prompt_tokens: int = 0, rows: int = 0, slots: int = 0
+    self, job: Job, *, rows: int, slots: int, widths: Sequence[int] = (), choices: int = 0
   ):
-    """Checks the request and compiles for its sizes.
+    """Compiles decode; prefill where its sizes are first used.
 
     Args:
       job: whose model and mesh are used.
-      request: the largest one.
-      prompt_tokens: the most of a prompt; 0: as many as the longest of the request has.
-      rows: the most prompts; 0: as many as the request has.
-      slots: tokens that the cache has place for; 0: of the longest prompt and what is drawn.
-
-    Raises:
-      ValueError: as `check`.
+      rows: at least so many; the batch axes may make them more.
+      slots: of the cache of a row.
+      widths: tokens to which prompts are padded, in rising order.
+      choices: the token ids below may be drawn; 0: those that the tokenizer has.
     """
     self.job, self.spec = job, text_spec(job.config)
-    check(self.spec, request)
     self._model, self._model_spec = MODELS[self.spec.model], model_spec(job.config)
     # The only difference from training: a single token cannot be split over `context`, whose
     # devices repeat the work, nor the residual over `tensor`.
     alone = {job.legend[letter].name: () for letter in ("R", "T")}
     self._table = {**job.config.partitioning.activations, **alone}
-    parts = axes_size(self._table[job.legend["B"].name], job.devices.sizes)
-    self.rows = -(-max(rows, len(request.prompts)) // parts) * parts
-    self.prompt_tokens = max(prompt_tokens, *map(len, self.spec.encoded(request.prompts)))
-    self.max_new_tokens = request.max_new_tokens
-    self._slots = slots or self.prompt_tokens + self.max_new_tokens
+    self._parts = axes_size(self._table[job.legend["B"].name], job.devices.sizes)
+    self.rows = -(-rows // self._parts) * self._parts
+    self.slots, self._widths, self._choices = slots, widths, choices or self.spec.drawable
     self.placements = self._place()
     self.pace = Pace()
-    self.prefill, self.decode = self._compile()
+    self._prefills: dict[tuple[int, int], Callable] = {}
+    self._empty, self.decode = self._compile()
 
-  def __call__(
-    self, params: Any, request: Request, write: Write | None = None, variables: Any = None
-  ) -> list[bytes]:
-    """Returns the generated bytes of each prompt, without the end of the document.
+  def run(
+    self,
+    given: tuple[Any, Any],
+    prompts: Sequence[np.ndarray],
+    request: Request,
+    take: Take,
+    before: Before | None = None,
+    numbers: Sequence[int] | None = None,
+  ) -> bool:
+    """Continues each prompt for as long as `take` says; returns whether `before` let it finish.
 
-    Args:
-      params: the parameters, placed as the job's.
-      request: the one that the sampler was made for, or a smaller one.
-      write: called with text as it is generated, in complete characters.
-      variables: the model's other variables, where it has any.
-
-    Raises:
-      ValueError: as `check`; or a request larger than the sampler was compiled for.
-    """
-    check(self.spec, request)
-    prompts = self.spec.encoded(request.prompts)
-    self._check_size(request, prompts)
-    stops = [as_bytes(stop) for stop in request.stop]
-    rows = [
-      Row(self._bytes_of(prompt), stops, self.spec.tokenizer, request.stop_tokens)
-      for prompt in request.prompts
-    ]
-    left = set(range(len(rows)))
-    self.pace = Pace()
-    for tokens_B in itertools.islice(
-      self._drawn(params, variables, request, prompts), request.max_new_tokens
-    ):
-      self.pace.tick(len(left))
-      for number in sorted(left):
-        text = rows[number].add(int(tokens_B[number]))
-        if text and write is not None:
-          write(number, text)
-        if rows[number].done:
-          left.remove(number)
-      if not left:
-        break
-    for number in sorted(left):
-      if (text := rows[number].end()) and write is not None:
-        write(number, text)
-    return [bytes(row.drawn) for row in rows]
-
-  def _bytes_of(self, prompt: Prompt) -> bytes:
-    return self.spec.tokenizer.decode(prompt) if isinstance(prompt, tuple) else as_bytes(prompt)
-
-  def _check_size(self, request: Request, prompts: Sequence[np.ndarray]) -> None:
-    """Raises where a request is larger than the compiled programs."""
-    sizes = {
-      "prompts": (len(request.prompts), self.rows),
-      "tokens in the longest prompt": (max(map(len, prompts)), self.prompt_tokens),
-      "max_new_tokens": (request.max_new_tokens, self.max_new_tokens),
-    }
-    if wrong := [f"{name}={n} of {most}" for name, (n, most) in sizes.items() if n > most]:
-      raise ValueError(
-        f"this sampler was compiled for a smaller request: {', '.join(wrong)}; make another"
-      )
-
-  def _drawn(
-    self, params: Any, variables: Any, request: Request, prompts: Sequence[np.ndarray]
-  ) -> Iterator[np.ndarray]:
-    """Yields the tokens of each step, [B].
-
+    Rows are refilled several at a time, since a prefill costs about as much as a step of decode.
     On accelerators the next step runs while one is read. On simulated devices at most one is in
     flight: more can deadlock in a rendezvous.
+
+    Args:
+      given: the parameters, placed as the job's, and the model's other variables, or None.
+      prompts: the token ids of each.
+      request: the settings of the draws.
+      take: called with each token, its prompt's number and its log-probability, prompt by prompt
+        in the order of the rows.
+      before: called before each prefill; False stops.
+      numbers: of the prompts in the draws; by default from 0.
     """
-    tokens_BT = np.full((self.rows, self.prompt_tokens), self.spec.tokenizer.end, np.int32)
-    counts_B = np.ones(self.rows, np.int32)
-    for row, tokens in enumerate(prompts):
-      tokens_BT[row, : len(tokens)] = tokens
-      counts_B[row] = len(tokens)
-    tokens_BT, counts_B, ones_B, settings = self._put(
-      (tokens_BT, counts_B, np.ones_like(counts_B), self._settings(request))
-    )
-    more = [variables] if variables else []
-    drawn_B1, cache = self.prefill(params, tokens_BT, counts_B, None, settings, *more)
-    rules.check_placed(cache, self.placements, self.job.mesh, "cache/")
-    for _ in range(self.max_new_tokens - 1):
-      if self.job.devices.simulated:
-        yield np.asarray(drawn_B1)[:, 0]
-      following_B1, cache = self.decode(params, drawn_B1, ones_B, cache, settings, *more)
-      if not self.job.devices.simulated:
-        yield np.asarray(drawn_B1)[:, 0]
-      drawn_B1 = following_B1
-    yield np.asarray(drawn_B1)[:, 0]
+    numbers = range(len(prompts)) if numbers is None else numbers
+    self.pace, late = Pace(), 0 if self.job.devices.simulated else 1
+    waiting, owners_B = collections.deque(range(len(prompts))), np.full(self.rows, -1)
+    settings, numbers_B = self._put(self._settings(request)), np.zeros(self.rows, np.int32)
+    cache, drawn_B1 = self._empty(), self._put(np.zeros((self.rows, 1), np.int32))
+    ones_B = self._put(np.ones(self.rows, np.int32))
+    going, unread = [True] * len(prompts), collections.deque()
+    while waiting or (owners_B >= 0).any():
+      free = np.flatnonzero(owners_B < 0)
+      if waiting and len(free) >= min(len(waiting), -(-self.rows // _REFILLS)):
+        if before is not None and not before(len(prompts) - len(waiting), len(prompts)):
+          return False
+        filled = {row: waiting.popleft() for row in free[: len(waiting)].tolist()}
+        owners_B[[*filled]] = [*filled.values()]
+        numbers_B[[*filled]] = [numbers[own] for own in filled.values()]
+        settings = {**settings, "numbers": self._put(numbers_B)}
+        prefill, *inputs = self._inputs({row: prompts[own] for row, own in filled.items()})
+        out = prefill(given[0], *inputs, drawn_B1, cache, settings, *_present(given[1]))
+        read_B = np.where(np.isin(np.arange(self.rows), [*filled]), owners_B, -1)
+      else:
+        out = self.decode(given[0], drawn_B1, ones_B, cache, settings, *_present(given[1]))
+        read_B = owners_B.copy()
+      drawn_B1, _, cache = out
+      unread.append((read_B, *out[:2]))
+      while len(unread) > late:
+        self._read_out(*unread.popleft(), owners_B, going, take)
+    return True
+
+  def _read_out(
+    self,
+    read_B: np.ndarray,
+    drawn_B1: jax.Array,
+    log_probabilities_B: jax.Array,
+    owners_B: np.ndarray,
+    going: list[bool],
+    take: Take,
+  ) -> None:
+    """Gives what was drawn to those who still go on; frees the rows of those who do not."""
+    drawn, probable = np.asarray(drawn_B1)[:, 0].tolist(), np.asarray(log_probabilities_B).tolist()
+    rows = [row for row in np.flatnonzero(read_B >= 0).tolist() if going[read_B[row]]]
+    self.pace.tick(len(rows))
+    for row in rows:
+      number = int(read_B[row])
+      going[number] = take(number, drawn[row], probable[row])
+      if not going[number]:
+        owners_B[row] = -1
+
+  def _inputs(self, prompts: Mapping[int, np.ndarray]) -> tuple:
+    """Returns the prefill of prompts (row -> tokens), and its inputs.
+
+    Of equal prompts in a part of the rows, which are those of a group of answers, one is read.
+    """
+    places: list[dict[bytes, int]] = [{} for _ in range(self._parts)]
+    source_B = np.full(self.rows, -1, np.int32)
+    each = self.rows // self._parts
+    for row, tokens in prompts.items():
+      place = places[row // each]
+      source_B[row] = place.setdefault(tokens.tobytes(), len(place))
+    few, longest = -(-each // _REFILLS), max(map(len, prompts.values()))
+    count = few if max(map(len, places)) <= few else each
+    width = min(next(one for one in self._widths if one >= longest), self.slots)
+    tokens_RT = np.full((self._parts * count, width), self.spec.tokenizer.end, np.int32)
+    counts_R = np.ones(self._parts * count, np.int32)
+    for row, tokens in prompts.items():
+      place = row // each * count + source_B[row]
+      tokens_RT[place, : len(tokens)], counts_R[place] = tokens, len(tokens)
+    return self.prefill(count, width), *self._put((tokens_RT, counts_R, source_B))
+
+  # ------------------------------ programs ------------------------------
 
   def _settings(self, request: Request) -> dict[str, np.ndarray | np.generic]:
     return {
@@ -413,7 +445,7 @@ class Sampler:
     return NamedSharding(self.job.mesh, PartitionSpec())
 
   def _empty_cache(self) -> Any:
-    return self._model.empty_cache(self._model_spec, self.rows, self._slots)
+    return self._model.empty_cache(self._model_spec, self.rows, self.slots)
 
   def _place(self) -> dict[str, Placement]:
     """Returns how the cache is sharded: as the activations of the same letters."""
@@ -440,41 +472,201 @@ class Sampler:
     return placements
 
   def _compile(self) -> tuple[Callable, Callable]:
-    """Returns the programs of prefill, which begins a cache, and of decode."""
-    return self._program(self.prompt_tokens, cached=False), self._program(1)
+    """Returns the programs of an empty cache and of decode."""
+    cache = self._sharded_cache()
+    return self.job.compile(self._empty_cache, out_shardings=cache).function, self._program(1)
 
-  def _program(self, width: int, *, cached: bool = True) -> Callable:
-    """Compiles reading so many tokens of each row, behind those in a cache or as the first."""
-    state, placed, whole = self.job.state, self.job.state_shardings, self._replicated()
-    variables = [state.variables] if state.variables else []
-    cache = jax.eval_shape(self._empty_cache)
-    placed_cache = rules.shardings(cache, self.placements, self.job.mesh, "cache/")
-    given, placed_given = (cache, placed_cache) if cached else (None, None)
+  def _sharded_cache(self) -> Any:
+    return rules.shardings(
+      jax.eval_shape(self._empty_cache), self.placements, self.job.mesh, "cache/"
+    )
+
+  def _program(self, width: int) -> Callable:
+    """Compiles reading so many tokens of each row, behind those in its cache."""
     tokens_BT = np.zeros((self.rows, width), np.int32)
+    return self._compiled(self._read, tokens_BT, tokens_BT[:, 0])
+
+  def prefill(self, count: int, width: int) -> Callable:
+    """Returns the program that reads so many prompts in each part of the rows into free rows."""
+    if (count, width) not in self._prefills:
+      tokens_RT = np.zeros((self._parts * count, width), np.int32)
+      drawn_B1 = np.zeros((self.rows, 1), np.int32)
+      given = tokens_RT, tokens_RT[:, 0], drawn_B1[:, 0], drawn_B1
+      self._prefills[count, width] = self._compiled(self._fill, *given)
+    return self._prefills[count, width]
+
+  def _compiled(self, function: Callable, *given: np.ndarray) -> Callable:
+    """Compiles a function of parameters, of what is given, and of cache, settings and variables."""
+    state, placed, whole = self.job.state, self.job.state_shardings, self._replicated()
+    cache, sharded = jax.eval_shape(self._empty_cache), self._sharded_cache()
     return self.job.compile(
-      self._read,
-      *(state.params, tokens_BT, tokens_BT[:, 0], given, self._settings(Request(())), *variables),
+      function,
+      *(state.params, *given, cache, self._settings(Request(())), *_present(state.variables)),
       activations=self._table,
       in_shardings=(
-        *(placed.params, whole, whole, placed_given, whole),
-        *([placed.variables] if variables else []),
+        *(placed.params, *[whole] * len(given), sharded, whole),
+        *_present(placed.variables),
       ),
-      donate_argnums=3,
-      out_shardings=(whole, placed_cache),
+      donate_argnums=1 + len(given),
+      out_shardings=(whole, whole, sharded),
     ).function
 
   def _read(
     self, params, tokens_BT, counts_B, cache, settings, variables=None
-  ) -> tuple[jax.Array, Any]:
-    """Reads tokens into a cache and draws the next one of each row, [B, 1]."""
+  ) -> tuple[jax.Array, jax.Array, Any]:
+    """Reads tokens into a cache and draws the next one of each row, [B, 1], with log p [B]."""
     model = self.job.program.module(params, variables)
-    cache = self._empty_cache() if cache is None else cache
     logits_BV, cache = model.extend(tokens_BT, counts_B, cache)
+    return *self._draw(logits_BV, cache, settings), cache
+
+  def _fill(
+    self, params, tokens_RT, counts_R, source_B, drawn_B1, cache, settings, variables=None
+  ) -> tuple[jax.Array, jax.Array, Any]:
+    """Reads R prompts, each into the rows whose source it is, as `_read`; others are unchanged.
+
+    Args:
+      params: of the model.
+      tokens_RT: the prompts, as many for each part of the rows.
+      counts_R: their tokens.
+      source_B: of each row, the place of its prompt among those of its part; -1: it has no new one.
+      drawn_B1: the tokens that rows have drawn last.
+      cache: of the rows.
+      settings: of the draws.
+      variables: of the model.
+    """
+    model = self.job.program.module(params, variables)
+    new = self._model.empty_cache(self._model_spec, *tokens_RT.shape)
+    logits_RV, new = model.extend(tokens_RT, counts_R, new)
+    for name, old in cache.items():
+      letters = self._model.CACHE[name]
+      found = self._spread(new[name], source_B, letters.index("B"))
+      kept = jax.lax.slice(old, [0] * old.ndim, found.shape)  # the first slots
+      is_new = (source_B >= 0).reshape([-1 if letter == "B" else 1 for letter in letters])
+      found = jnp.where(is_new, found, kept)
+      cache[name] = jax.lax.dynamic_update_slice(old, found, [0] * old.ndim)
+    drawn, log_probabilities_B = self._draw(self._spread(logits_RV, source_B, 0), cache, settings)
+    return jnp.where(source_B[:, None] >= 0, drawn, drawn_B1), log_probabilities_B, cache
+
+  def _spread(self, x: jax.Array, source_B: jax.Array, axis: int) -> jax.Array:
+    """Returns an array of prompts as one of rows, part by part, so that no device needs another."""
+    parts, shape = self._parts, x.shape
+    x = x.reshape(*shape[:axis], parts, -1, *shape[axis + 1 :])
+    one = functools.partial(jnp.take, axis=axis, mode="clip")
+    found = jax.vmap(one, (axis, 0), axis)(x, source_B.reshape(parts, -1))
+    return found.reshape(*shape[:axis], self.rows, *shape[axis + 1 :])
+
+  def _draw(self, logits_BV, cache, settings) -> tuple[jax.Array, jax.Array]:
     # Each device draws for its own rows, and needs all of their logits.
     batch = self.placements["cache/lengths"].spec
     logits_BV = jax.lax.with_sharding_constraint(logits_BV, PartitionSpec(*batch, None))
-    drawn_B = draw_token(logits_BV[:, : self.spec.drawable], cache["lengths"], settings)
-    return drawn_B[:, None], cache
+    drawn_B = draw_token(logits_BV[:, : self._choices], cache["lengths"], settings)
+    of_drawn_B = token_log_probabilities(logits_BV, drawn_B, settings["temperature"])
+    return drawn_B[:, None], of_drawn_B
+
+
+def _present(variables: Any) -> list[Any]:
+  return [variables] if variables else []
+
+
+class Sampler(TokenSampler):
+  """Continues the texts of a request, as they are drawn; compiled for its sizes.
+
+  Attributes:
+    prompt_tokens: of the longest prompt.
+    max_new_tokens: the most tokens drawn per prompt.
+  """
+
+  def __init__(self, job: Job, request: Request, prompt_tokens: int = 0):
+    """Checks the request and compiles for its sizes.
+
+    Args:
+      job: whose model and mesh are used.
+      request: the largest one.
+      prompt_tokens: the most of a prompt; 0: as many as the longest of the request has.
+
+    Raises:
+      ValueError: as `check`.
+    """
+    spec = text_spec(job.config)
+    check(spec, request)
+    self.prompt_tokens = max(prompt_tokens, *map(len, spec.encoded(request.prompts)))
+    self.max_new_tokens = request.max_new_tokens
+    slots = self.prompt_tokens + self.max_new_tokens
+    rows, widths = len(request.prompts), [self.prompt_tokens]
+    super().__init__(job, rows=rows, slots=slots, widths=widths)
+
+  def __call__(
+    self, params: Any, request: Request, write: Write | None = None, variables: Any = None
+  ) -> list[bytes]:
+    """Returns the generated bytes of each prompt, without the end of the document.
+
+    Args:
+      params: the parameters, placed as the job's.
+      request: the one that the sampler was made for, or a smaller one.
+      write: called with text as it is generated, in complete characters.
+      variables: the model's other variables, where it has any.
+
+    Raises:
+      ValueError: as `check`; or a request larger than the sampler was compiled for.
+    """
+    check(self.spec, request)
+    prompts = self.spec.encoded(request.prompts)
+    self._check_size(request, prompts)
+    texts = Texts(self.spec, [request] * len(prompts), request.prompts, write)
+    self.run((params, variables), prompts, request, texts.take)
+    return texts.drawn()
+
+  def _check_size(self, request: Request, prompts: Sequence[np.ndarray]) -> None:
+    """Raises where a request is larger than the compiled programs."""
+    sizes = {
+      "prompts": (len(request.prompts), self.rows),
+      "tokens in the longest prompt": (max(map(len, prompts)), self.prompt_tokens),
+      "max_new_tokens": (request.max_new_tokens, self.max_new_tokens),
+    }
+    if wrong := [f"{name}={n} of {most}" for name, (n, most) in sizes.items() if n > most]:
+      raise ValueError(
+        f"this sampler was compiled for a smaller request: {', '.join(wrong)}; make another"
+      )
+
+
+class Texts:
+  """The texts of prompts as they are drawn; `take` is that of `TokenSampler.run`."""
+
+  def __init__(
+    self,
+    spec: TextSpec,
+    requests: Sequence[Request],
+    prompts: Sequence[Prompt],
+    write: Write | None = None,
+  ):
+    """Begins behind the prompts, each of which has a request with what ends it."""
+    self._write = write or (lambda number, text: None)
+    self._left = [request.max_new_tokens for request in requests]
+    coder = spec.tokenizer
+    self._rows = [
+      Row(
+        coder.decode(prompt) if isinstance(prompt, tuple) else as_bytes(prompt),
+        [as_bytes(stop) for stop in request.stop],
+        coder,
+        request.stop_tokens,
+      )
+      for request, prompt in zip(requests, prompts, strict=True)
+    ]
+
+  def take(self, number: int, token: int, _: float) -> bool:
+    """Adds a token to a text; returns whether it goes on."""
+    row = self._rows[number]
+    text = row.add(token)
+    self._left[number] -= 1
+    if not self._left[number] and not row.done:
+      text += row.end()
+    if text:
+      self._write(number, text)
+    return not row.done
+
+  def drawn(self) -> list[bytes]:
+    """Returns the bytes of each."""
+    return [bytes(row.drawn) for row in self._rows]
 
 
 def show(
@@ -535,59 +727,55 @@ def fitted(tokens: np.ndarray, length: int, max_new_tokens: int, **more: Any) ->
 
 
 class BatchGenerator:
-  """Continues prompts, in batches of about the same length.
+  """Continues prompts of any lengths, `data.global_batch_size` at a time."""
 
-  Programs are compiled when sizes are first used.
-  """
-
-  def __init__(self, model: TrainedModel):
+  def __init__(self, job: Job):
     """Compiles nothing yet."""
-    self._model, self._rows = model, model.job.config.data.global_batch_size
-    self._samplers: dict[tuple[int, int, int], Sampler] = {}
+    self._job, self._samplers = job, {}
+    self.spec = text_spec(job.config)
 
   def __call__(
-    self, requests: Sequence[Request], before: Callable[[int, int], bool] | None = None
+    self, given: tuple[Any, Any], requests: Sequence[Request], before: Before | None = None
   ) -> list[str] | None:
     """Returns the text drawn after each prompt; None if it was stopped.
 
-    All processes call it with the same requests.
+    All processes call it with the same requests. Programs are compiled when sizes are first used.
 
     Args:
+      given: parameters and variables, as `TokenSampler.run` takes them.
       requests: of `fitted`.
-      before: called before each batch with its number, from 0, and their count; False stops.
+      before: called with how many prompts are done, and of how many; False stops.
     """
-    texts, rows = [""] * len(requests), min(self._rows, len(requests))
-    batches = list(self._batches(requests, rows))
-    for number, (width, chosen) in enumerate(batches):
-      if before is not None and not before(number, len(batches)):
+    texts, begun = [""] * len(requests), 0
+    for settings, numbers in self._alike(requests):
+      chosen = [requests[number] for number in numbers]
+      prompts = [np.array(request.prompts[0], np.uint32) for request in chosen]
+      taken = Texts(self.spec, chosen, [request.prompts[0] for request in chosen])
+      tick = before and (lambda done, _, begun=begun: before(begun + done, len(requests)))
+      if not self._sampler(chosen).run(given, prompts, settings, taken.take, tick, numbers):
         return None
-      prompts = tuple(requests[row].prompts[0] for row in chosen)
-      # Draws depend on the seed and on the place in the batch.
-      request = dataclasses.replace(requests[chosen[0]], prompts=prompts, seed=number)
-      sampler = self._sampler(request, width, rows)
-      drawn = sampler(self._model.params, request, variables=self._model.variables)
-      for row, found in zip(chosen, drawn, strict=True):
-        texts[row] = before_first(found.decode(errors="replace"), request.stop)
+      begun += len(chosen)
+      for number, found in zip(numbers, taken.drawn(), strict=True):
+        texts[number] = before_first(found.decode(errors="replace"), requests[number].stop)
     return texts
 
-  def _sampler(self, request: Request, width: int, rows: int) -> Sampler:
-    sizes = width, request.max_new_tokens, rows
-    if sizes not in self._samplers:
-      self._samplers[sizes] = Sampler(self._model.job, request, width, rows)
-    return self._samplers[sizes]
+  def _alike(self, requests: Sequence[Request]) -> Iterator[tuple[Request, list[int]]]:
+    """Yields settings of draws, and the numbers of the prompts with them, the longest first."""
+    groups: dict[Request, list[int]] = {}
+    for number in sorted(range(len(requests)), key=lambda one: -len(requests[one].prompts[0])):
+      settings = dataclasses.replace(requests[number], prompts=(), stop=(), max_new_tokens=1)
+      groups.setdefault(settings, []).append(number)
+    yield from groups.items()
 
-  def _batches(self, requests: Sequence[Request], size: int) -> Iterator[tuple[int, list[int]]]:
-    """Yields (width of the prompts, their numbers) of batches that differ in nothing else."""
-    groups: dict[tuple, list[int]] = {}
-    length = self._model.spec.sequence_length
-    for row, request in enumerate(requests):
-      width = next(w for w in doubled(length) if w >= len(request.prompts[0]))
-      alike = dataclasses.replace(request, prompts=())
-      group = min(width, length - request.max_new_tokens), *dataclasses.astuple(alike)
-      groups.setdefault(group, []).append(row)
-    for (width, *_), rows in sorted(groups.items()):
-      for start in range(0, len(rows), size):
-        yield width, rows[start : start + size]
+  def _sampler(self, requests: Sequence[Request]) -> TokenSampler:
+    """Returns a sampler whose rows have room for each of them."""
+    length, most = self.spec.sequence_length, self._job.config.data.global_batch_size
+    slots = max(len(request.prompts[0]) + request.max_new_tokens for request in requests)
+    rows, slots = min(most, len(requests)), next(one for one in doubled(length) if one >= slots)
+    if (rows, slots) not in self._samplers:
+      made = TokenSampler(self._job, rows=rows, slots=slots, widths=doubled(length))
+      self._samplers[rows, slots] = made
+    return self._samplers[rows, slots]
 
 
 def before_first(text: str, stop: Sequence[str]) -> str:

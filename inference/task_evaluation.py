@@ -353,11 +353,13 @@ def evaluate(
   scores = Scorer(model)(rows, before and functools.partial(before, "scoring"))
   if scores is None:
     return None
-  results, left, generator = [], iter(scores), BatchGenerator(model)
+  results, left, generator = [], iter(scores), BatchGenerator(model.job)
   for task in tasks:
     if task.task.kind == GENERATION:
       what = f"generating for {task.task.name}"
-      texts = generator(task.requests, before and functools.partial(before, what))
+      texts = generator(
+        (model.params, model.variables), task.requests, before and functools.partial(before, what)
+      )
       if texts is None:
         return None
       results.append(_generated(task, texts))

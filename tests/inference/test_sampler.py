@@ -221,10 +221,10 @@ SHARDS = {
 def test_the_cache_is_sharded_like_the_model(strategy):
   made, params = sampler(strategy)
   job = made.job
-  tokens_BT = jnp.ones((made.rows, made.prompt_tokens), jnp.int32)
   counts_B = jnp.ones(made.rows, jnp.int32)
-  settings = made._settings(GREEDY)
-  drawn_B1, cache = made.prefill(params, tokens_BT, counts_B, None, settings)
+  settings, cache, drawn_B1 = made._settings(GREEDY), made._empty(), counts_B[:, None]
+  prefill, *inputs = made._inputs({0: np.ones(3, np.int32), 1: np.ones(5, np.int32)})
+  drawn_B1, _, cache = prefill(params, *inputs, drawn_B1, cache, settings)
   for _ in range(2):  # after prefill and after decode
     rules.check_placed(cache, made.placements, job.mesh, "cache/")
     for name in ("keys", "values"):
@@ -234,19 +234,19 @@ def test_the_cache_is_sharded_like_the_model(strategy):
         made.placements[f"cache/{name}"], job.devices.sizes
       )
     before = cache
-    drawn_B1, cache = made.decode(params, drawn_B1, counts_B, cache, settings)
+    drawn_B1, _, cache = made.decode(params, drawn_B1, counts_B, cache, settings)
   assert all(leaf.is_deleted() for leaf in named_leaves(before).values()), "donated"
   assert bool(made.placements["cache/keys"].notes) == (strategy == "tp8")
 
 
 def test_decoding_moves_no_cache_between_devices():
   made, _ = sampler("dp4_tp2")
-  for compiled in (made.prefill, made.decode):
+  for compiled in (made.prefill(1, made.prompt_tokens), made.decode):
     found = collectives.collectives(compiled.as_text(), made.job.mesh)
     over_data = [c for c in found if "data" in c.axes]
-    assert [(c.kind, c.axes, c.bytes) for c in over_data] == [
-      ("all-gather", ("data",), 4 * made.rows)  # the tokens drawn
-    ]
+    # The tokens drawn, and their log-probabilities.
+    assert {(c.kind, c.axes) for c in over_data} == {("all-gather", ("data",))}
+    assert sum(c.bytes for c in over_data) == 2 * 4 * made.rows
 
 
 def test_prefill_and_decode_are_traced_and_compiled_once_each(monkeypatch):
@@ -267,12 +267,11 @@ def test_prefill_and_decode_are_traced_and_compiled_once_each(monkeypatch):
   params = first_state(job).params
   compiles.clear()
   made = Sampler(job, GREEDY)
-  assert len(compiles) == 2
   for changed in ({}, {"temperature": 0.7}, {"seed": 4, "temperature": 1.0, "top_k": 5}):
     made(params, Request(**{**vars(GREEDY), **changed}))
   made(params, Request(PROMPTS[:2], max_new_tokens=3))
-  assert traces == [(4, 5), (4, 1)]
-  assert len(compiles) == 2
+  assert traces == [(4, 1), (4, 5)]
+  assert len(compiles) == 3  # also that of an empty cache
 
 
 def test_one_token_is_not_split_over_context():
@@ -292,12 +291,14 @@ def test_other_types(monkeypatch, parameters, compute):
     params, settings = made.job.state.params, made._settings(GREEDY)
     tokens_BT = np.zeros((made.rows, made.prompt_tokens), np.int32)
     with made.job.tracing(made._table):
-      counts_B = tokens_BT[:, 0]
-      read = jax.eval_shape(made._read, params, tokens_BT, counts_B, None, settings)
-      after = jax.eval_shape(made._read, params, read[0], counts_B, read[1], settings)
-  assert after == read
-  drawn_B1, cache = read
+      counts_B, cache = tokens_BT[:, 0], jax.eval_shape(made._empty_cache)
+      given = params, tokens_BT, counts_B, counts_B, tokens_BT[:, :1], cache, settings
+      filled = jax.eval_shape(made._fill, *given)
+      after = jax.eval_shape(made._read, params, filled[0], counts_B, filled[2], settings)
+  assert after == filled
+  drawn_B1, log_probabilities_B, cache = after
   assert drawn_B1.dtype == cache["lengths"].dtype == jnp.int32
+  assert log_probabilities_B.dtype == (compute if compute == "float64" else "float32")
   assert cache["keys"].dtype == cache["values"].dtype == compute
   assert made.placements["cache/keys"].dtype == compute
 
@@ -389,7 +390,7 @@ def test_a_step_is_dispatched_before_the_last_is_read_where_devices_are_real(
   ahead = []
   assert made(params, GREEDY, lambda *_: ahead.append(len(steps))) == wanted
   assert ahead[0] == (0 if simulated else 1)
-  assert len(steps) == NEW - 1
+  assert len(steps) == NEW - simulated  # also one whose rows have ended, unread until then
 
 
 # ---- What is refused ----

@@ -228,7 +228,8 @@ def test_generated_answers_are_those_of_greedy_sampling(model):
   assert result.metrics["exact_match"].value == 4 / 5
   assert result.truncated == 1
   requests = encode(model.spec, [given])[0].requests
-  assert BatchGenerator(model)(requests, lambda number, count: number < 1) is None
+  given = model.params, model.variables
+  assert BatchGenerator(model.job)(given, requests, lambda done, count: done < 1) is None
 
 
 def test_a_pattern_takes_the_answer_out_of_the_text():
