@@ -23,6 +23,7 @@ from training import base_parameters, reference, splits
 from training.checkpointing import integrity, reading
 from training.evaluation import Evaluator
 from training.metrics.console import ProgressLine, say
+from training.tasks import GRPO
 
 FOLDER = "tasks"  # of their results, in the workdir
 
@@ -42,15 +43,22 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   )
   step, params, variables = base_parameters.model_state(ready, location)
   evaluation = reference.attached_to_evaluation(ready, evaluation, location, watch)
+  rollouts = None
+  if ready.config.task == GRPO:
+    from inference import grpo  # of tasks that draw answers alone
+
+    rollouts = grpo.Rollouts(ready, splits.Data(evaluation, evaluation))
 
   def run() -> int:
     splits.announce_bad(evaluation.source)
     lockstep = Lockstep(watch.group, watch.stop)
     compiled = ready.compile_eval_step().function
+    if rollouts is not None:
+      rollouts.start(None, watch)
     steps = ready.config.evaluation.final_steps
     with ProgressLine(evaluation.count(steps)) as progress:
       shown = functools.partial(progress.evaluating, alone=True)
-      evaluator = Evaluator(ready, evaluation, compiled, watch, lockstep, shown)
+      evaluator = Evaluator(ready, evaluation, compiled, watch, lockstep, shown, rollouts)
       found = evaluator(params, variables, steps=steps)
     if found is None:
       return exit_codes.STOPPED

@@ -30,6 +30,7 @@ from training.callbacks import CallbackError, Observer
 from training.checkpointing.async_writer import SaveError
 from training.metrics import goodput
 from training.metrics.console import say, say_wrapped
+from training.tasks import GRPO
 
 with epy.lazy_imports():  # what is said at the end, and what only some runs begin with or show
   from commands import closing, run_report
@@ -83,6 +84,10 @@ def open_run(
   data = splits.open_data(ready)
   # After the vocabulary of the data, whose refusal says more.
   wanted_sample(ready, data)
+  if ready.config.task == GRPO:
+    from inference import grpo  # of runs that draw answers alone
+
+    data = dataclasses.replace(data, rollouts=grpo.Rollouts(ready, data))
   if ready.config.checkpoint.initialize_from:
     base_parameters.ParameterReader(ready).check_model_folder(workdir)
   checkpoints = restore.RunCheckpoints(ready, workdir)

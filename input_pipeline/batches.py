@@ -76,7 +76,7 @@ class TrainingBatches:
   epoch's remainder opens a batch that the next epoch fills, so each epoch shows every row once.
   """
 
-  def __init__(self, source, *, global_batch_size, seed, shuffle=True, ramp=None):
+  def __init__(self, source, *, global_batch_size, seed, shuffle=True, ramp=None, repeats=1):
     """Prepares nothing yet.
 
     Args:
@@ -85,18 +85,21 @@ class TrainingBatches:
       seed: int, at least 0; the order of the rows.
       shuffle: False keeps the source's order in each epoch.
       ramp: a ramp.Ramp: the batches of the first steps, where they have another shape.
+      repeats: how often each row is there, one after the other: rows are counted with these.
 
     Raises:
       ValueError: the source is empty or has fewer rows than a batch.
     """
     _check_not_empty(source)
-    if not 1 <= global_batch_size <= len(source):
+    most = len(source) * repeats
+    if not 1 <= global_batch_size <= most:
+      each = f", each {repeats} times" if repeats > 1 else ""
       raise ValueError(
-        f"{source.name} has {len(source)} rows, but a batch takes data.global_batch_size="
-        f"{global_batch_size}; set it between 1 and {len(source)}, or take a larger data set"
+        f"{source.name} has {len(source)} rows{each}, but a batch takes data.global_batch_size="
+        f"{global_batch_size}; set it between 1 and {most}, or take a larger data set"
       )
     self.source = source
-    self.global_batch_size = global_batch_size
+    self.global_batch_size, self._repeats = global_batch_size, repeats
     self.ramp = ramp or Ramp.constant(global_batch_size)
     self._bad = np.array(source.bad.rows, np.int64)
     if source.parts:
@@ -105,7 +108,7 @@ class TrainingBatches:
       self.order = EpochOrder(len(source), seed, shuffle=shuffle)
     # Only such a set has the same rows at every step; caching its batch avoids reading it again.
     constant = ramp in (None, Ramp.constant(global_batch_size))
-    whole = global_batch_size == len(source) and not source.parts
+    whole = global_batch_size == most and not source.parts
     self._always_the_same = not shuffle and whole and constant
     self._last = None
 
@@ -124,9 +127,15 @@ class TrainingBatches:
     if step < 0:
       raise IndexError(f"{self.source.name}: step {step} is below 0")
     position = position or Position.of(self.ramp.rows)
-    ids_B = np.concatenate([self.order.ids(*rows, position) for rows in position.rows(step)])
+    ids_B = np.concatenate([self._ids(*rows, position) for rows in position.rows(step)])
     assert len(ids_B) == position.batch(step), (position, step)
     return ids_B
+
+  def _ids(self, first, stop, position):
+    """Returns the rows of the source that are numbers `first` to `stop` - 1 over all epochs."""
+    count = self._repeats
+    ids = self.order.ids(first // count, -(-stop // count), position)
+    return np.repeat(ids, count)[first % count :][: stop - first]
 
   def rows(self, step, position=None):
     """Returns a source and the numbers in it of the rows of a step's batch, which may be cut."""
@@ -282,7 +291,7 @@ def _parts(ids_B, pieces):
 
 def _abstract(source, global_batch_size):
   return {
-    field: jax.ShapeDtypeStruct((global_batch_size, *shape), dtype)
+    field: jax.ShapeDtypeStruct((global_batch_size, *shape), jax.dtypes.canonicalize_dtype(dtype))
     for field, (shape, dtype) in source.fields.items()
   }
 

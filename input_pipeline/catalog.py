@@ -11,9 +11,11 @@ RANDOM_NORMAL = "random_normal"
 TEXT = "text"
 CONVERSATIONS = "conversations"
 PREFERENCES = "preferences"
+PROMPTS = "prompts"
 RENDERED = (CONVERSATIONS, PREFERENCES)  # by a chat template
 CONVERSATION_FORMS = "'messages', 'conversations', or 'prompt' and 'completion'"
-OF_FILES = (TEXT, *RENDERED)  # names of data that are read from the files that data.files names
+# Names of data that are read from the files that data.files names.
+OF_FILES = (TEXT, *RENDERED, PROMPTS)
 
 
 @dataclasses.dataclass(frozen=True)

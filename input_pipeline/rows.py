@@ -39,6 +39,10 @@ def open_source(
   tick: Callable = store.no_tick,
 ) -> Source:
   """Opens a split of text or images; arguments and errors are those of `row_source.open_source`."""
+  if data.name == catalog.PROMPTS:
+    from input_pipeline.text import prompts  # no other data needs it
+
+    return prompts.open_source(data, split, tick)
   if data.kind == "image":
     return _image_source(*tfds_documents.prepare(data, split, tick), data, sharing)
   # The same rows for every seed, so that runs with several seeds are evaluated on the same.

@@ -126,6 +126,7 @@ class Source:
       out (untrained_conversations, long_conversations); empty where there is none.
     origins: row number -> where its documents come from, such as `document 17 of a.jsonl`; [] where
       that is not known.
+    prompts: of data=prompts, that of each row (`input_pipeline.text.prompts.Prompt`).
   """
 
   name: str
@@ -143,6 +144,7 @@ class Source:
   bytes_per_token: float = 1.0
   report: Mapping[str, int] = dataclasses.field(default_factory=dict)
   origins: Callable[[int], list[str]] = lambda row: []
+  prompts: Sequence[Any] = ()
 
   def __len__(self):
     return self.rows

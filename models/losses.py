@@ -81,10 +81,12 @@ class TokenNumbers:
     names: among `loss`, the cross-entropy in nats, `normalizer`, log(sum(exp(logits))), and
       `likeliest`, whether the target is the first class with the largest logit.
     finished: makes logits, given with the id of the first, those that the losses are of.
+    temperature: that these are divided by.
   """
 
   names: tuple[str, ...]
   finished: Callable[[jax.Array, jax.Array | int], jax.Array]
+  temperature: float = 1.0
 
   @property
   def results(self) -> int:
@@ -93,11 +95,15 @@ class TokenNumbers:
 
   def of_all(self, logits: Float[Array, "*X V"], targets: Int[Array, "*X"]) -> list[jax.Array]:
     """Returns the numbers, from finished logits of all classes."""
+    logits = self._tempered(logits)
     loss, normalizer = cross_entropy_and_normalizer(logits, targets)
     found = {"loss": loss, "normalizer": normalizer}
     if "likeliest" in self.names:
       found["likeliest"] = is_likeliest(logits, targets).astype(loss.dtype)
     return [found[name] for name in self.names]
+
+  def _tempered(self, logits: Float[Array, "*X V"]) -> Float[Array, "*X V"]:
+    return logits if self.temperature == 1.0 else logits / self.temperature
 
   def start(self, targets: Int[Array, "*X"], dtype: jnp.dtype) -> dict[str, jax.Array]:
     """Returns what is known of each token's logits before the first chunk."""
@@ -119,7 +125,7 @@ class TokenNumbers:
     The chunks come in the order of their classes.
     The online softmax of arXiv:1805.02867: sums are relative to the largest logit so far.
     """
-    logits = self.finished(logits, first)
+    logits = self._tempered(self.finished(logits, first))
     classes = first + jnp.arange(logits.shape[-1], dtype=targets.dtype)
     here = jnp.max(jax.lax.stop_gradient(logits), axis=-1)
     largest = jnp.maximum(found["largest"], here)

@@ -29,7 +29,7 @@ def pair_sums(model: Any, batch: Batch, key: Key[Array, ""] | None = None) -> Su
   """
   policy_PC, sums = log_probabilities(model, batch, key)
   if model.spec.lora.rank:
-    reference_PC, _ = log_probabilities(_without_adapters(model), batch)
+    reference_PC, _ = log_probabilities(without_adapters(model), batch)
   else:
     sides = [batch[f"reference_{side}"] for side in SIDES]
     reference_PC = jnp.stack(sides, axis=1).astype(policy_PC.dtype)
@@ -41,12 +41,12 @@ def log_probabilities(
   model: Any, batch: Batch, key: Key[Array, ""] | None = None
 ) -> tuple[Float[Array, "P 2"], Sums]:
   """Returns log p of both answers of each pair, and the sums of the model's blocks."""
-  [losses_BT], weights_BT, sums = model.per_token(side_by_side(batch), key, ("loss",))
-  total_B = jnp.sum(losses_BT * weights_BT.astype(losses_BT.dtype), axis=1)
+  [losses_BT], ordered, sums = model.per_token(side_by_side(batch), key, ("loss",))
+  total_B = jnp.sum(losses_BT * ordered["weights"].astype(losses_BT.dtype), axis=1)
   return -total_B.reshape(-1, len(SIDES)), sums
 
 
-def _without_adapters(model: Any) -> Any:
+def without_adapters(model: Any) -> Any:
   """Returns a model with the same parameters, but for adapters, which add nothing."""
   graphdef, state = nnx.split(model)
 

@@ -72,6 +72,17 @@ class Lora:
     return self.alpha / (math.sqrt(self.rank) if self.rs else self.rank)
 
 
+@dataclasses.dataclass(frozen=True)
+class GrpoSpec:
+  """The loss of GRPO: keys of the section `grpo`; see `models.grpo`."""
+
+  temperature: float
+  ratio: str
+  clip_low: float
+  clip_high: float
+  kl: float
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec(abc.ABC):
   """What a model is made of: its dims, how its parameters are drawn, in which dtypes they are used.
@@ -326,6 +337,7 @@ class DecoderSpec(LayersSpec):
   loss_chunks: int
   dpo_beta: float
   dpo_label_smoothing: float
+  grpo: GrpoSpec
 
   sequence_length: int
   task: str
@@ -337,7 +349,8 @@ class DecoderSpec(LayersSpec):
   def of_sections(cls, sections: ConfigDict, **given: Any) -> "DecoderSpec":
     """Returns the spec of a finalized config; see `ModelSpec`."""
     metrics = {f"{name}_metrics": tuple(sections[name]["metrics"]) for name in _MEASURED}
-    return super().of_sections(sections, **metrics, **given)
+    grpo = GrpoSpec(**_fields(GrpoSpec, [sections["grpo"]]))
+    return super().of_sections(sections, grpo=grpo, **metrics, **given)
 
   @functools.cached_property
   def legend(self) -> dict[str, Dim]:

@@ -52,8 +52,8 @@ from runtime.suggest import most_similar
 
 with (
   epy.lazy_imports()
-):  # of experts, preferences, further tokens, and losses of the vocabulary in chunks
-  from models import load_balance, multi_token, preferences
+):  # of experts, preferences, answers, further tokens, and losses of the vocabulary in chunks
+  from models import grpo, load_balance, multi_token, preferences
   from partitioning.parallel import chunked_vocabulary
 
 
@@ -233,11 +233,13 @@ class Transformer(nnx.Module):
 
     Args:
       batch: `tokens`, `targets`, `weights` and, where documents are separated, `segments`, each
-        [B, T]; or pairs, see `models.preferences`.
+        [B, T]; or pairs, see `models.preferences`, or answers, see `models.grpo`.
       key: draws the dropout; None turns it off.
     """
     if self.spec.task == "dpo":
       return preferences.pair_sums(self, batch, key)
+    if self.spec.task == "grpo":
+      return grpo.answer_sums(self, batch, key)
     batch = self.ordered(batch)
     x_BRD, of_layers, counts = self.run_layers(self.enter(batch), batch, key)
     left = self.leave(x_BRD, batch, key)
@@ -326,28 +328,34 @@ class Transformer(nnx.Module):
 
   def row_scores(self, batch: Batch) -> Sums:
     """Returns numbers of each row, [B], without dropout; see `models.Scoring`."""
-    numbers, weights_BT, _ = self.per_token(batch, None, ("loss", "likeliest"))
+    numbers, batch, _ = self.per_token(batch, None, ("loss", "likeliest"))
     losses_BT, likeliest_BT = numbers
-    weights_BT = weights_BT.astype(losses_BT.dtype)
+    weights_BT = batch["weights"].astype(losses_BT.dtype)
     return {
       "log_likelihood": -jnp.sum(losses_BT * weights_BT, axis=1),
       "likeliest": jnp.sum(likeliest_BT * weights_BT, axis=1),
     }
 
   def per_token(
-    self, batch: Batch, key: Key[Array, ""] | None, names: tuple[str, ...]
-  ) -> tuple[list[jax.Array], jax.Array, Sums]:
-    """Returns numbers of each token and the weights, in one order, and the blocks' sums.
+    self,
+    batch: Batch,
+    key: Key[Array, ""] | None,
+    names: tuple[str, ...],
+    temperature: float = 1.0,
+  ) -> tuple[list[jax.Array], Batch, Sums]:
+    """Returns numbers of each token, the batch in their order, and the blocks' sums.
 
     Args:
       batch: of `loss_sums`.
       key: draws the dropout; None turns it off.
       names: of the numbers, see `losses.TokenNumbers`.
+      temperature: of the softmax.
     """
     batch = self.ordered(batch)
     x_BRD, found = self.blocks(self.enter(batch), self.rows(batch, key), key)
     sums = load_balance.sums_of(found, batch["weights"], self.sparse_layers) if found else {}
-    return self.numbers_of(x_BRD, batch["targets"], names), batch["weights"], sums
+    numbers = self.numbers_of(x_BRD, batch["targets"], names, temperature=temperature)
+    return numbers, batch, sums
 
   def rows(self, batch: Batch, key: Key[Array, ""] | None = None) -> Rows:
     """Returns positions and documents of a batch of `ordered`.
@@ -375,6 +383,7 @@ class Transformer(nnx.Module):
     logits_BTV: Float[Array, "B T V"] | None = None,
     *,
     normed: bool = False,
+    temperature: float = 1.0,
   ) -> list[jax.Array]:
     """Returns numbers of each token; only one of `loss_chunks` has its logits in memory.
 
@@ -384,8 +393,9 @@ class Transformer(nnx.Module):
       names: of the numbers, see `losses.TokenNumbers`.
       logits_BTV: of `head`, where they are known.
       normed: whether the residual has been normalized for the head.
+      temperature: of the softmax.
     """
-    numbers = TokenNumbers(names, self._finished)
+    numbers = TokenNumbers(names, self._finished, temperature)
     if self.spec.loss_chunks == 1:
       logits_BTV = self.head(x_BRD, normed=normed) if logits_BTV is None else logits_BTV
       return numbers.of_all(logits_BTV, targets_BT)

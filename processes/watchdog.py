@@ -48,13 +48,15 @@ _PROGRESS_SECONDS = 0.5
 
 Measure = Callable[[], Hashable]
 
-# Phases: steps and evaluation have a known period, the others may take long.
+# Phases: steps and evaluation have a known period, the others may take long. DRAWING: of answers,
+# and their rewards.
 # STARTING: nothing to save yet; DONE: everything is saved. A stop then ends the process at once.
 STARTING, STEP, EVALUATION, SAVING, ENDING = "starting", "step", "evaluation", "saving", "ending"
-DONE = "done"
+DRAWING, DONE = "drawing", "done"
 # What is still finished after a stop request.
 _LAST = {
   STEP: "stopping after this step and saving",
+  DRAWING: "stopping after this step and saving",
   EVALUATION: "stopping after this batch of the evaluation",
   SAVING: "stopping when this save is done",
 }
@@ -144,7 +146,7 @@ class Watchdog:
 
     Args:
       label: for messages: `step 12: waiting for its batch`.
-      kind: one of STARTING, STEP, EVALUATION, SAVING, ENDING, DONE.
+      kind: one of STARTING, STEP, EVALUATION, SAVING, ENDING, DRAWING, DONE.
       begins: a step, or a batch of evaluation, begins here: its duration is measured to the next
         such call.
       reader: the name of the thread that makes the batch that is waited for; "" if none is.
@@ -223,7 +225,7 @@ class Watchdog:
     has no limit: others wait for it in their first step. A single process blocks no other and gets
     longer limits, the longest for its input, about which it warns.
     """
-    if self._kind in (STARTING, ENDING, DONE):
+    if self._kind in (STARTING, ENDING, DRAWING, DONE):
       return math.inf
     if self._reader and self.group.alone:
       return max(self._input_timeout, self._deadline)

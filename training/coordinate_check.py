@@ -26,7 +26,7 @@ from training.schedules import CONSTANT
 from training.setup import Job
 from training.state import State
 from training.step import Program
-from training.tasks import DPO
+from training.tasks import DPO, GRPO
 
 STEPS, SEEDS = 5, 3
 # The largest slope of log size over log width that counts as flat: at 4 times the width an
@@ -157,7 +157,7 @@ def check(
       f"model.folder={model.folder}: a trained model has the width it has; check a recipe "
       f"or a preset"
     )
-  if lora.rank or task == DPO:
+  if lora.rank or task in (DPO, GRPO):
     what = f"lora.rank={lora.rank}" if lora.rank else f"the task {task}"
     raise ValueError(f"{what}: a coordinate check trains a model from the start; check without it")
 

@@ -103,6 +103,7 @@ class Evaluator:
     watch: is notified of every batch.
     lockstep: the barrier before every batch.
     progress: is called with the number of batches done, and of all; None shows nothing.
+    rollouts: draws the answers of its batches, of GRPO (`splits.Data`).
   """
 
   job: Job
@@ -111,6 +112,7 @@ class Evaluator:
   watch: Watchdog
   lockstep: Lockstep
   progress: Callable[[int, int], None] | None = None
+  rollouts: Any = None
 
   def of_state(self, state: State, **steps: int) -> Evaluation | None:
     """Evaluates the parameters, then each average of them; arguments and result as of a call.
@@ -162,6 +164,8 @@ class Evaluator:
           self.watch.at("stopping", SAVING)
           prefetched.close(timeout_seconds=0)
           return None
+        if self.rollouts is not None:
+          batch = self.rollouts.evaluation_batch(params, variables, self.batches.row_ids(i), i)
         self.watch.at(f"evaluation batch {i + 1}: computing", EVALUATION)
         # Summed in Python's float64, in order: the same on every mesh, up to rounding.
         sums = jax.device_get(self.step(params, batch, *([None, variables] if variables else [])))

@@ -39,6 +39,7 @@ from training.setup import Compiled
 from training.specs import BatchSpec
 from training.splits import Data
 from training.state import State
+from training.tasks import GRPO
 
 if TYPE_CHECKING:
   from training.kept_state import KeptState
@@ -83,6 +84,10 @@ def train(
       from training import reference  # of preferences alone
 
       data = reference.attached(data, start, watch)
+    if data.rollouts is not None:
+      stack.callback(data.rollouts.close)
+      data.rollouts.start(start, watch)
+    assert (data.rollouts is not None) == (start.job.config.task == GRPO), "its rows are no answers"
     watch.saves = True
     named = {name: CALLBACKS[name] for name in start.job.config.training.callbacks}
     calls = {**named, **(more_callbacks or {})}
@@ -163,7 +168,7 @@ def begin(
     data=data,
     due=due,
     train_steps=steps,
-    evaluator=Evaluator(job, data.evaluation, evaluation, watch, lockstep, shown),
+    evaluator=Evaluator(job, data.evaluation, evaluation, watch, lockstep, shown, data.rollouts),
     saver=Saver(start.checkpointer, forms.plain(config), watch, start.stored),
     bad_steps=bad_steps,
     # On simulated devices at most one step is in flight: more can deadlock in a rendezvous.
@@ -254,7 +259,7 @@ class Run:
     with self.instruments.within("input_wait"):
       batch = self.batches.get(self.done, cancelled=lambda: self.lockstep.stopping)
     self.watch.at(f"step {self.done + 1}: waiting for the other processes")
-    if self.lockstep.enter():
+    if self.lockstep.enter() or not self._may_save():
       return batch
     self.stopped = True
     return None
@@ -265,10 +270,15 @@ class Run:
       self.watch.at(f"step {self.done + 1}: compiling", STARTING)
       with self.instruments.paused("compile"):
         self.train_steps.after(self.done)
+    of_answers: dict[str, float] = {}
+    if self.data.rollouts is not None:
+      position = self.bad_steps.position
+      batch, of_answers = self.data.rollouts.batch(self.state, self.done, position)
     self.watch.at(f"step {self.done + 1}: computing")
     if self.recomputed:
       self.recomputed.before_step(self.done + 1, self.state, batch)
     self.state, metrics = self.train_steps.after(self.done)(self.state, batch)
+    metrics |= of_answers
     self.done += 1
     if self.kept:
       metrics = self.kept.after_step(self.done, metrics)
@@ -367,7 +377,11 @@ class Run:
       self.instruments.at_step(self.done)
 
   def _save_due(self) -> bool:
-    return self.saver.retry or self.due.save(self.done)
+    return (self.saver.retry or self.due.save(self.done)) and self._may_save()
+
+  def _may_save(self) -> bool:
+    """Returns whether what a step needs follows from the state: not between updates on answers."""
+    return self.data.rollouts is None or self.data.rollouts.between(self.done)
 
   def _save(self, evaluation: Evaluation | None) -> None:
     ranked_by = {}

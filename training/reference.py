@@ -3,6 +3,7 @@
 Computed once, before the first step, and kept in WORKDIR/reference: a file for each split, named by
 its rows and by the digest of the parameters. Batches then have it beside their tokens, so that they
 stay a function of the step. With adapters nothing is computed here: the step itself has the base.
+Of GRPO, whose answers are new in each step, the reference are the parameters themselves.
 """
 
 import dataclasses
@@ -86,6 +87,20 @@ def _writing(require: Callable[[], None]) -> Write | None:
   return write
 
 
+def first_parameters(start: restore.Start, watch: Watchdog) -> Any:
+  """Returns a copy of the parameters that a run has started from.
+
+  Raises:
+    ValueError: they are no longer found.
+  """
+  write = _writing(start.owner.require)
+  first = None
+  if start.step == 0:  # a step deletes those that it is given
+    first = jax.tree.map(lambda x: x.copy(), start.state.params)
+  reference = _Reference(start.job, start.workdir / FOLDER, watch, first, write)
+  return reference.identified()
+
+
 class _Reference:
   """Log p of splits under the parameters that a run has started from."""
 
@@ -118,6 +133,11 @@ class _Reference:
       return {**read(numbers), **more}
 
     return dataclasses.replace(source, read=with_reference)
+
+  def identified(self) -> Any:
+    """Returns the parameters, compared with what is known of them; raises as `_identify`."""
+    self._identify()
+    return self._params
 
   def _path(self, source: Source) -> epath.Path:
     return self._folder / f"{source.fingerprint[:_SHOWN]}-{self._digest[:_SHOWN]}.npy"
@@ -154,7 +174,7 @@ class _Reference:
         f"checkpoint.initialize_from={self._job.config.checkpoint.initialize_from!r} has other "
         f"parameters (digest {digest[:_SHOWN]}) than this run has started from "
         f"({self._digest[:_SHOWN]}, {self._folder / _PARAMETERS}), which are the reference of its "
-        f"preferences; name those"
+        f"loss; name those"
       )
     self._digest = digest
     if self._write is not None:

@@ -28,7 +28,7 @@ from training.gradients import split_rows
 from training.setup import Job
 from training.state import State
 from training.step import Program
-from training.tasks import DPO
+from training.tasks import DPO, GRPO
 
 _ADAPTER = re.compile(r"/lora_[ab]$")
 Found = Mapping[str, Mapping[str, np.ndarray]]  # name -> what `_numbers` has found
@@ -91,8 +91,9 @@ def check(task: str, sizes: Mapping[str, int]) -> None:
       f"stage has those of its layers; set mesh.stage=1 (and another axis larger): any mesh reads "
       f"the checkpoint"
     )
-  if task == DPO:
-    raise ValueError(f"the task {task}: a replay needs rows of one text, not of pairs")
+  if task in (DPO, GRPO):
+    what = "pairs" if task == DPO else "answers that are drawn"
+    raise ValueError(f"the task {task}: a replay needs rows of one text, not of {what}")
 
 
 # ------------------------------ on the devices ------------------------------

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from input_pipeline.ramp import Ramp, Shape
@@ -79,7 +78,8 @@ class BatchSpec:
     differing = {"B": rows, "T": self.sequence_length // pieces}
     return {
       name: jax.ShapeDtypeStruct(
-        tuple(differing.get(letter) or legend[letter].size for letter in letters), jnp.dtype(dtype)
+        tuple(differing.get(letter) or legend[letter].size for letter in letters),
+        jax.dtypes.canonicalize_dtype(dtype),
       )
       for name, (letters, dtype) in TASKS[self.task].batch.items()
     }

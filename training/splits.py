@@ -18,7 +18,7 @@ from input_pipeline.source import Sharing, Source
 from input_pipeline.text import tokenizer
 from processes.coordination import Group, current
 from training.metrics.console import preparing, say_wrapped
-from training.tasks import TASKS
+from training.tasks import GRPO, TASKS
 
 with epy.lazy_imports():  # `prepare` has no job; few data are files or mixtures
   from input_pipeline import mixture
@@ -28,10 +28,15 @@ with epy.lazy_imports():  # `prepare` has no job; few data are files or mixtures
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-  """The batches of a job, of both splits, opened and checked."""
+  """The batches of a job, of both splits, opened and checked.
+
+  Attributes:
+    rollouts: what puts answers in the place of prompts (`inference.grpo.Rollouts`), of GRPO.
+  """
 
   train: TrainingBatches
   evaluation: EvaluationBatches
+  rollouts: Any = None
 
 
 def open_data(job: "setup.Job") -> Data:
@@ -62,6 +67,7 @@ def training_batches(config: ConfigDict, shared: Sharing | None = None) -> Train
     seed=config.seed,
     shuffle=config.data.shuffle,
     ramp=ramp,
+    repeats=config.grpo.answers if config.task == GRPO else 1,
   )
   if source.parts:
     mixture.check_epochs(batches.order, ramp.taken(steps), Position.of(ramp.rows), steps)
@@ -121,7 +127,7 @@ def train_missing_tokenizer(config: ConfigDict) -> None:
 
 def _find_characters(data: ConfigDict, task: str) -> None:
   """Sets data.tokenizer to a vocabulary of the characters of the data; says what it has."""
-  if TASKS[task].rows != "text" or data.name in catalog.RENDERED:
+  if TASKS[task].rows != "text" or data.name in (*catalog.RENDERED, catalog.PROMPTS):
     raise ValueError(
       f"data.tokenizer={tokenizer.CHARACTERS} is for text, and data.name={data.name!r} is none; "
       f"name the tokenizer of a folder or file, or take bytes"

@@ -13,6 +13,7 @@ from runtime.extensions import Table
 
 Totals = Mapping[str, float]  # sums over the rows of an evaluation, by name
 DPO = "dpo"  # the task of data=preferences
+GRPO = "grpo"  # the task of data=prompts
 BYTES_PER_TOKEN = "bytes_per_token"  # among the totals: of the split, no sum
 
 
@@ -37,7 +38,8 @@ class Task:
 
   Attributes:
     batch: array of a batch -> (its letters, of which B and T are sized by `config.data` and the
-      others by the model's legend; its dtype). `weights` is one of them.
+      others by the model's legend; its dtype, of which float64 is float32 where JAX has no other).
+      `weights` is one of them.
     rows: how a data set is read: `text`, `image` or `random` (`input_pipeline.row_source`). "":
       only registered data sources have such rows.
     metrics: name in metrics.jsonl -> function of an evaluation's sums; `eval_loss` is one of them.
@@ -109,6 +111,19 @@ def _pairs() -> dict[str, tuple[str, str]]:
   return batch
 
 
+# A row is an answer behind its prompt; of the tokens of answers `token_weights` is above 0.
+_ANSWERS = {
+  "weights": ("B", "float32"),  # 0 of an answer whose reward failed
+  "tokens": ("BT", "int32"),
+  "targets": ("BT", "int32"),
+  "token_weights": ("BT", "float64"),  # of the tokens in the loss of their answer
+  "sampled": ("BT", "float64"),  # log p, by the sampler
+  "reference": ("BT", "float64"),  # log p, by the reference
+  "advantages": ("B", "float64"),
+  "rewards": ("B", "float64"),
+}
+
+
 TASKS: Table = Table(
   "task",
   {
@@ -123,6 +138,7 @@ TASKS: Table = Table(
       metrics={"eval_loss": mean_loss, "eval_bits_per_byte": bits_per_byte},
     ),
     DPO: Task(batch=_pairs(), rows="text", metrics={"eval_loss": mean_loss}, sequences=2),
+    GRPO: Task(batch=_ANSWERS, rows="text", metrics={"eval_loss": mean_loss}),
     "classification": Task(
       batch={"inputs": ("BI", "float32"), "targets": ("B", "int32"), "weights": ("B", "float32")},
       rows="image",

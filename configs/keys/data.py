@@ -2,8 +2,9 @@
 
 from configs.keys.row import ACCEPT, MAY_CHANGE, Key, Required, Rows, Unset, shared
 
-OF_FILES = "data.name=text|conversations|preferences"
+OF_FILES = "data.name=text|conversations|preferences|prompts"
 RENDERED = "data.name=conversations|preferences"
+TEMPLATED = f"{RENDERED}|prompts"
 
 _OF_SOURCES = {"data.sources": "each source has its own"}
 
@@ -12,8 +13,8 @@ _TEXT: Rows = {
   # On resume: may have moved; dataset.rows shows whether they hold the same.
   "files": Key(
     "",
-    "Files of data=text, conversations and preferences: paths, folders, globs, gs://, s3:// and "
-    "hf://OWNER/NAME, separated by commas",
+    "Files of data=text, conversations, preferences and prompts: paths, folders, globs, gs://, "
+    "s3:// and hf://OWNER/NAME, separated by commas",
     resume=MAY_CHANGE,
     needs=OF_FILES,
     excludes=_OF_SOURCES,
@@ -66,9 +67,9 @@ _TEXT: Rows = {
   # On resume: may have moved; dataset.chat_template shows whether it is the same.
   "chat_template": Key(
     "",
-    'a file with one (conversations, preferences); "": the tokenizer\'s',
+    'a file with one (conversations, preferences, prompts); "": the tokenizer\'s',
     resume=MAY_CHANGE,
-    needs=RENDERED,
+    needs=TEMPLATED,
   ),
   "untrained_conversations": Key(
     "refuse",
@@ -123,7 +124,7 @@ DATA: Rows = {
     readers=("text",),
   ),
   "text_feature": Key(
-    "", '"": the only one of that type', readers=("text", "not dpo"), excludes=_OF_SOURCES
+    "", '"": the only one of that type', readers=("text", "plain"), excludes=_OF_SOURCES
   ),
   **shared(_TEXT, readers=("text",)),
   "evaluation_fraction": Key(

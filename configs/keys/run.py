@@ -137,12 +137,12 @@ EVALUATION: Rows = {
   "metrics": Key(
     (),
     'registered metrics of the tokens, besides the task\'s: ("top_1",)',
-    readers=("decoder", "tokens", "not dpo"),
+    readers=("decoder", "tokens", "plain"),
   ),
   "sample_tokens": Key(
     0,
     "Tokens sampled at the end of training, and with metrics.report at each evaluation; 0: off. "
-    "With data=conversations or preferences 120",
+    "With data=conversations, preferences or prompts 120",
     unit="tokens",
     least=0,
     readers=("text", "tokens"),

@@ -8,6 +8,7 @@ from ml_collections import ConfigDict, config_dict
 
 from configs.keys import run
 from configs.keys.data import DATA
+from configs.keys.grpo import GRPO
 from configs.keys.model import DECODER, MLP, VIT
 from configs.keys.optimizer import OPTIMIZER
 from configs.keys.row import ACCEPT, MAY_CHANGE, REFUSED, Key, Required, Rows, Unset
@@ -25,6 +26,7 @@ SECTIONS: dict[str, Rows] = {
   "mesh_dcn": run.MESH_DCN,
   "partitioning": run.PARTITIONING,
   "lora": run.LORA,
+  "grpo": GRPO,
   "metrics": run.METRICS,
   "checkpoint": run.CHECKPOINT,
   "profile": run.PROFILE,

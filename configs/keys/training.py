@@ -4,7 +4,10 @@ from configs.keys.row import MAY_CHANGE, REFUSED, Key, Rows, Unset, shared
 from runtime.forms import MOST_STEP
 
 EXPERTS = "model.experts"
-_OF_PAIRS = {"task=dpo": "its loss is of pairs of rows"}
+_OF_ANSWERS = {
+  "task=dpo": "its loss is of pairs of rows",
+  "task=grpo": "its loss is of drawn answers",
+}
 
 # Of pipeline stages.
 _STAGES: Rows = {
@@ -215,13 +218,13 @@ TRAINING: Rows = {
     off="tiles",
   ),
   **_FURTHER,
-  **shared(_EXPERT_LOSSES, least=0, excludes=_OF_PAIRS),
+  **shared(_EXPERT_LOSSES, least=0, excludes=_OF_ANSWERS),
   "z_loss": Key(
     0.0,
     "Coefficient of the squared logarithm of the softmax's normalizer, added to each token's "
     "loss; 0: off",
     least=0,
-    readers=("text", "not dpo", "logits"),
+    readers=("text", "plain", "logits"),
   ),
   "dpo_beta": Key(
     0.1,
@@ -252,7 +255,7 @@ TRAINING: Rows = {
     (),
     'registered metrics of the tokens that each logged step has: ("top_1",)',
     resume=MAY_CHANGE,
-    readers=("decoder", "tokens", "not dpo"),
+    readers=("decoder", "tokens", "plain"),
   ),
   "callbacks": Key(
     (),

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from input_pipeline import catalog
 from input_pipeline.ramp import Ramp
 from runtime.suggest import nearest
-from training.tasks import DPO, TASKS
+from training.tasks import DPO, GRPO, TASKS
 
 # ------------------------------ data.sources and data.stages ------------------------------
 
@@ -253,22 +253,25 @@ def file_errors(data: ConfigDict, task: str) -> Iterator[str]:
     return
   if not of_files:
     return
-  if (task == DPO) != (data.name == catalog.PREFERENCES):
-    yield (
-      f"data.name={data.name!r} with the task {task}: preferences and {DPO} go together; choose "
-      f"--config=FILE:model=NAME,data={catalog.PREFERENCES}"
-    )
+  for one, name in ((DPO, catalog.PREFERENCES), (GRPO, catalog.PROMPTS)):
+    if (task == one) != (data.name == name):
+      yield (
+        f"data.name={data.name!r} with the task {task}: {name} and {one} go together; choose "
+        f"--config=FILE:model=NAME,data={name}"
+      )
   if not data.files and not data.sources:
     yield (
       f"data.files='': data.name={data.name!r} is read from files; name them, such as "
       f"--config.data.files=corpus"
     )
+  of_row = {catalog.PREFERENCES: "pair", catalog.PROMPTS: "answer"}
+  if one := of_row.get(data.name):
+    if data.packing != "none":
+      yield f"data.packing={data.packing!r}: a row of data={data.name} is one {one}; take none"
+    if data.sources:
+      yield f"data.sources: data={data.name} is not mixed; name its files with data.files"
   if data.name not in catalog.RENDERED:
     return
-  if data.name == catalog.PREFERENCES and data.packing != "none":
-    yield f"data.packing={data.packing!r}: a row of data={data.name} is one pair; take none"
-  if data.name == catalog.PREFERENCES and data.sources:
-    yield f"data.sources: data={data.name} is not mixed; name its files with data.files"
   if data.packing == "concatenate":
     yield "data.packing='concatenate': conversations are never split; take best_fit or none"
   sources = [source for source in data.sources if isinstance(source, Mapping)]

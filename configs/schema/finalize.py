@@ -31,9 +31,10 @@ from input_pipeline import catalog
 from input_pipeline.text import tokenizer
 from runtime.extensions import kind_of_model
 from training.optimizer import optimizer_row
-from training.tasks import TASKS
+from training.tasks import GRPO, TASKS
 
-with epy.lazy_imports():  # of runs with a model folder
+with epy.lazy_imports():  # of GRPO, and of runs with a model folder
+  from configs.schema import grpo_checks
   from input_pipeline.text import tokenizer_files
   from interop import hf_folder
 
@@ -375,8 +376,8 @@ def _data(model: ConfigDict, data: ConfigDict, task: str, accelerated: bool) -> 
         )
       default(model, key, value)
   of_files = data.name in catalog.OF_FILES
-  pairs = data.name == catalog.PREFERENCES
-  default(data, "packing", "none" if pairs else "best_fit" if of_files else "concatenate")
+  alone = data.name in (catalog.PREFERENCES, catalog.PROMPTS)
+  default(data, "packing", "none" if alone else "best_fit" if of_files else "concatenate")
   if rows == "text" and (of_files or data.tokenizer == tokenizer.CHARACTERS):
     data.tokenizer = tokenizer.resolve(data)
   data.tokenizer = data.tokenizer or "bytes"
@@ -497,6 +498,8 @@ def with_choices(
       finalize_folder(config)
     _data(config.model, config.data, config.task, accelerated)
     _sizes(config.model, config.data)
+    if config.task == GRPO:
+      table.with_sections(grpo_checks.finalize_grpo, config)
     model_checks.finalize_lora(config.model, config.lora, config.training)
     choices = choose(config, Target(platform, sizes, capability))
     table.with_sections(_schedule, config, recipe=recipe)

@@ -14,9 +14,10 @@ from configs.keys import table
 from input_pipeline import catalog
 from runtime.extensions import Table
 from runtime.suggest import nearest
-from training.tasks import DPO
+from training.tasks import DPO, GRPO
 
 HF = "hf"  # the model of a folder
+TASKS_OF_DATA = {catalog.PREFERENCES: DPO, catalog.PROMPTS: GRPO}
 
 
 def base(argument: str) -> ConfigDict:
@@ -33,9 +34,8 @@ def base(argument: str) -> ConfigDict:
   config = _recipe(name, "model" if "=" in argument else "recipe")
   if data:
     config.data.name = data
-  if data == catalog.PREFERENCES:
-    config.task = DPO
-  if data in catalog.RENDERED:
+  config.task = TASKS_OF_DATA.get(data, config.task)
+  if data in (*catalog.RENDERED, catalog.PROMPTS):
     config.evaluation.sample_tokens = lm().evaluation.sample_tokens
   return config
 

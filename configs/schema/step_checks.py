@@ -13,7 +13,7 @@ from runtime.extensions import kind_of_model
 from runtime.layer_kinds import beside_sparse
 from runtime.suggest import nearest
 from training.optimizer import optimizer_row, optimizers_with
-from training.tasks import DPO
+from training.tasks import DPO, GRPO
 
 # ------------------------------ dtypes ------------------------------
 
@@ -212,8 +212,8 @@ def pipeline_errors(
     yield from _layers(model.layers, training, stages)
   batch = parts(partitioning.activations.batch, sizes)
   yield from _microbatches(training, data.global_batch_size, batch, stages)
-  if task == DPO:
-    yield f"mesh.stage={stages}: data.name='preferences' (DPO) has no pipeline; set mesh.stage=1"
+  if task in (DPO, GRPO):
+    yield f"mesh.stage={stages}: data.name={data.name!r} ({task}) has no pipeline; set mesh.stage=1"
   axes = tuple(partitioning.parameters.layers)
   if axes != ("stage",):
     yield (

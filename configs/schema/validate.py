@@ -8,7 +8,7 @@ of `CHECKS`, whose parameters name the sections that they read.
 
   text, image, random: tasks whose rows are of this kind
   tokens: tasks of tokens
-  dpo, not dpo: the task DPO alone, or all others
+  dpo, grpo: the task DPO or GRPO alone; plain: any other
   decoder, layers (decoders and encoders), regions (models whose sequence can be split between
     blocks), logits (of a vocabulary): models
   optimizer: optimizers whose row in `training.optimizer` names the key
@@ -30,9 +30,10 @@ from runtime import extensions
 from runtime.suggest import nearest
 from training.callbacks import CALLBACKS
 from training.optimizer import optimizer_keys
-from training.tasks import DPO, METRICS, TASKS
+from training.tasks import DPO, GRPO, METRICS, TASKS
 
 with epy.lazy_imports():  # of runs that have any
+  from configs.schema import grpo_checks
   from training.metrics import sinks
 
 
@@ -51,6 +52,8 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
   of_model = OF_MODELS.get(extensions.kind_of_model(config.model.name), ())
   for check_errors in (*CHECKS, *of_model):
     wrong += table.with_sections(check_errors, config, sizes=sizes)
+  if config.task == GRPO:
+    wrong += table.with_sections(grpo_checks.grpo_errors, config)
   if wrong:
     raise ValueError("the config is refused:\n" + "\n".join(f"  {line}" for line in wrong))
 
@@ -100,7 +103,8 @@ def unread(config: ConfigDict) -> dict[str, str]:
   """Returns dotted key -> who does not read it: the config's model, or its task."""
   name, task = config.model.name, TASKS[config.task]
   registered, kind = extensions.registered("model", name), extensions.kind_of_model(name)
-  of_task = {"dpo" if config.task == DPO else "not dpo", *(["tokens"] if task.of_tokens else [])}
+  of_task = {config.task if config.task in (DPO, GRPO) else "plain"}
+  of_task |= {"tokens"} if task.of_tokens else set()
   of_task |= {task.rows} if task.rows in _ROWS else _ROWS
   found = {}
   for key, row, _ in table.rows(config):
@@ -116,7 +120,7 @@ def unread(config: ConfigDict) -> dict[str, str]:
     if needed.startswith("model.") and needed.partition(".")[2] not in config.model:
       reads = False
     kinds = {*row.readers} & _ROWS
-    others = {*row.readers} & {"tokens", "dpo", "not dpo"}
+    others = {*row.readers} & {"tokens", DPO, GRPO, "plain"}
     if not reads:
       found[key] = f"the model {name}"
     elif not others <= of_task or (kinds and not kinds & of_task):
@@ -265,8 +269,8 @@ def _schedule(optimizer: ConfigDict, training: ConfigDict) -> Iterator[str]:
 
 def _task(model: ConfigDict, training: ConfigDict, task: str) -> Iterator[str]:
   """Yields what a task cannot have."""
-  if task == DPO and extensions.kind_of_model(model.name) in ("mlp", "vit"):
-    yield f"model.name={model.name!r}: {DPO} takes a transformer"
+  if task in (DPO, GRPO) and extensions.kind_of_model(model.name) in ("mlp", "vit"):
+    yield f"model.name={model.name!r}: {task} takes a transformer"
   if training.loss_chunks != 1 and not TASKS[task].of_tokens:
     yield f"training.loss_chunks={training.loss_chunks}: {task} has no vocabulary to cut"
 

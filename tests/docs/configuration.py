@@ -44,6 +44,7 @@ SECTIONS = {
   "data": "Data",
   "training": "Training",
   "lora": "Low-rank adapters (LoRA)",
+  "grpo": "Answers and rewards (GRPO)",
   "optimizer": "Optimizer",
   "evaluation": "Evaluation",
   "mesh": "Mesh",
@@ -64,6 +65,8 @@ NOTES = {
   "partitioning": "Axis tables: the mesh axes that shard each dim of parameters, activations and\n"
   "optimizer state (by default as parameters), outermost first\n"
   "([strategies.md](strategies.md#axis-tables)).",
+  "grpo": "Read with `data=prompts`\n"
+  "([fine_tuning.md](fine_tuning.md#reinforcement-learning-grpo)).",
   "evaluation": "Evaluations are on `data.evaluation_split`.",
 }
 

@@ -18,12 +18,14 @@ SUMS = {
   "classification": {"loss": 6.0, "weight": 4.0, "correct": 3.0},
   "regression": {"loss": 6.0, "weight": 4.0},
   "dpo": {"loss": 6.0, "weight": 4.0, "reward_margin": 2.0},
+  "grpo": {"loss": -3.0, "weight": 4.0, "reward": 3.0},
 }
 METRICS = {
   "causal_lm": {"eval_loss": 1.5, "eval_bits_per_byte": 1.5 / math.log(2)},
   "classification": {"eval_loss": 1.5, "eval_accuracy": 0.75},
   "regression": {"eval_loss": 1.5},
   "dpo": {"eval_loss": 1.5, "eval_reward_margin": 0.5},
+  "grpo": {"eval_loss": -0.75, "eval_reward": 0.75},
 }
 
 

@@ -104,6 +104,8 @@ class Meter:
   def text(self, step: int, values: dict[str, float]) -> tuple[list[str], list[str]]:
     """Returns the parts of the progress line, and those that a narrow terminal can do without."""
     parts = [f"step {step}/{self._steps}", f"loss {values['loss']:.4f}"]
+    if "reward" in values:
+      parts.append(f"reward {values['reward']:.4f}")
     norm, memory = f"grad_norm {values['grad_norm']:.3f}", self._memory(values)
     parts.append(norm)
     if "step_seconds" in values:

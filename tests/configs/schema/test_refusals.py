@@ -11,6 +11,7 @@ PRESET = "model=mistral_7b,data=python_source"
 TEXT, CONVERSATIONS = "model=lm,data=text", "model=lm,data=conversations"
 PREFERENCES = "model=lm,data=preferences"
 FILES = "data.files=rows.jsonl data.tokenizer=bytes"
+PROMPTS, REWARDS = "model=lm,data=prompts", f"{FILES} grpo.rewards=number"
 LATENT = (
   "model.attention=latent model.kv_heads=8 model.head_size=10 model.rotary_size=4 "
   "model.latent_size=24 model.query_latent_size=16 model.value_head_size=7"
@@ -47,6 +48,22 @@ CASES = [
   ("lm", "data.skip_batches=('3',)", "data.skip_batches: '3' is not the number of a batch"),
   ("lm", "data.skip_rows=((8,8),)", "data.skip_rows: (8, 8) is not a range of rows"),
   ("lm", "data.skip_rows=((-8,8),)", "data.skip_rows: (-8, 8) is not a range of rows"),
+  # --- answers to prompts
+  ("lm", "grpo.kl=0.1", "grpo.kl=0.1: the task causal_lm does not use it; leave it at 0.0"),
+  (PROMPTS, FILES, "grpo.rewards='': name what an answer is worth"),
+  (PROMPTS, f"{REWARDS} grpo.answers=5", "not a multiple of grpo.answers=5: a row is an answer"),
+  (PROMPTS, f"{REWARDS} grpo.new_tokens=128", "leaves no place for a prompt in a row of data.sequ"),
+  (PROMPTS, f"{REWARDS} grpo.updates=4", "checkpoint.every_steps=50 is not a multiple of grpo.up"),
+  (PROMPTS, f"{REWARDS} data.skip_rows=((8,20),)", "(8, 20) begins or ends within a group of grpo"),
+  (PROMPTS, f"{REWARDS} model.dropout_rate=0.1", "would not give a token the same probability"),
+  (PROMPTS, f"{REWARDS} data.packing=best_fit", "a row of data=prompts is one answer; take none"),
+  (PROMPTS, f"{REWARDS} {T}=((0,64),(10,128))", "rows of grpo cannot be cut"),
+  (PROMPTS, f"{REWARDS} {STAGES}", "data.name='prompts' (grpo) has no pipeline; set mesh.stage=1"),
+  (
+    PROMPTS,
+    f"{REWARDS} optimizer.name=schedule_free_adamw optimizer.schedule=constant",
+    "it takes gradients elsewhere than at the parameters, which answers are drawn from",
+  ),
   # --- ramps
   ("lm", f"{B}=((0,8.0),(10,32))", "stages (step, value from there on), such as ((0, 8), (100"),
   ("lm", f"{B}=(8,32)", "stages (step, value from there on)"),
@@ -71,8 +88,8 @@ CASES = [
   (
     TEXT,
     f"{FILES} data.chat_template=t.jinja",
-    "data.chat_template='t.jinja' is about data.name=conversations or preferences, and it is "
-    "'text'; set that, or leave the key at ''",
+    "data.chat_template='t.jinja' is about data.name=conversations or preferences or prompts, and "
+    "it is 'text'; set that, or leave the key at ''",
   ),
   (TEXT, f"{FILES} data.long_conversations=drop", "is about data.name=conversations or pref"),
   ("lm", "data.files=a", "data.files='a' is about data.name=text or conversations or preferences"),
@@ -524,7 +541,7 @@ def test_a_line_says_what_is_refused(recipe, keys, said):
 LEAST = {
   key: row.least
   for key, row, _ in table.rows(finalized("lm"))
-  if row.least is not None and row.below is None and not row.needs
+  if row.least is not None and row.below is None and not row.needs and "grpo" not in row.readers
 }
 
 
