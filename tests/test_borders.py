@@ -35,6 +35,7 @@ SMALL = {
 # What only some configs need.
 OPTIONAL = {
   *("models.experts", "models.load_balance", "models.mlp", "models.preferences"),
+  *("models.grpo", "configs.schema.grpo_checks", "input_pipeline.text.prompts"),
   *("models.adapters", "configs.schema.expert_checks"),
   *("partitioning.torus", "processes.bucket_claims"),
   "models.latent_attention",

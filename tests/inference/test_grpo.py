@@ -10,7 +10,6 @@ import time
 import jax
 import numpy as np
 import pytest
-from training.rewards import Scores
 
 from inference import grpo
 from input_pipeline.position import Position
@@ -23,6 +22,7 @@ from tests.helpers.jobs import first_state, make_job
 from tests.parity import expert_cases, mixers
 from training import splits
 from training.bad_steps import TrainingStoppedError
+from training.rewards import Scores
 
 RECIPE = "model=lm,data=prompts"
 LENGTH, ROWS, GROUP = 16, 8, 4
@@ -36,6 +36,7 @@ KEYS = {
   "training.parameter_dtype": "float64",
   "training.compute_dtype": "float64",
 }
+FLOAT32 = dict.fromkeys(("training.parameter_dtype", "training.compute_dtype"), "float32")
 WINDOW = {"model.window": 5, "model.global_every": 2, "model.attention_sinks": True}
 LATENT = {
   **{"model.attention": "latent", "model.kv_heads": 8, "model.head_size": 10},
@@ -160,8 +161,7 @@ def check_rows(batch):
 @pytest.fixture
 def two_devices(made):
   """Returns rollouts in float32 on a small mesh, with their first state."""
-  types = dict.fromkeys(("training.parameter_dtype", "training.compute_dtype"), "float32")
-  rollouts, job = made(**types, **{"mesh.data": 2, "grpo.updates": 2})
+  rollouts, job = made(**FLOAT32, **{"mesh.data": 2, "grpo.updates": 2})
   return rollouts, first_state(job)
 
 
@@ -242,8 +242,11 @@ def test_advantages_and_weights_of_tokens():
 
 
 def test_prompts_that_leave_no_place_are_refused(made):
-  with pytest.raises(ValueError, match=r"(?s)1 of 9 prompts .* 6 tokens, the first at .*jsonl:\d"):
-    made(**{"grpo.new_tokens": 8})
+  said = (
+    r"prompts are longer than 6 tokens, the first at .*prompts.jsonl:\d+ \(\d\): with grpo.new_t"
+  )
+  with pytest.raises(ValueError, match=said):
+    made(**FLOAT32, **{"grpo.new_tokens": 10})
 
 
 # ------------------------------ whole runs ------------------------------
