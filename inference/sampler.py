@@ -431,7 +431,8 @@ class TokenSampler:
 
   def _settings(self, request: Request) -> dict[str, np.ndarray | np.generic]:
     return {
-      "temperature": np.float32(request.temperature),
+      # As wide as the trainer has it, which divides the logits of the loss by it.
+      "temperature": jax.dtypes.canonicalize_dtype(np.float64).type(request.temperature),
       "top_k": np.int32(request.top_k),
       "top_p": np.float32(request.top_p),
       "seed": np.uint32(request.seed),
