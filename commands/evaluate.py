@@ -47,18 +47,19 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   if ready.config.task == GRPO:
     from inference import grpo  # of tasks that draw answers alone
 
-    rollouts = grpo.Rollouts(ready, splits.Data(evaluation, evaluation))
+    rollouts = grpo.checked(ready, splits.Data(evaluation, evaluation))
 
   def run() -> int:
     splits.announce_bad(evaluation.source)
     lockstep = Lockstep(watch.group, watch.stop)
     compiled = ready.compile_eval_step().function
+    answers = None
     if rollouts is not None:
-      rollouts.start(None, watch)
+      answers = rollouts(None, watch)
     steps = ready.config.evaluation.final_steps
     with ProgressLine(evaluation.count(steps)) as progress:
       shown = functools.partial(progress.evaluating, alone=True)
-      evaluator = Evaluator(ready, evaluation, compiled, watch, lockstep, shown, rollouts)
+      evaluator = Evaluator(ready, evaluation, compiled, watch, lockstep, shown, answers)
       found = evaluator(params, variables, steps=steps)
     if found is None:
       return exit_codes.STOPPED

@@ -87,7 +87,7 @@ def open_run(
   if ready.config.task == GRPO:
     from inference import grpo  # of runs that draw answers alone
 
-    data = dataclasses.replace(data, rollouts=grpo.Rollouts(ready, data))
+    data = dataclasses.replace(data, rollouts=grpo.checked(ready, data))
   if ready.config.checkpoint.initialize_from:
     base_parameters.ParameterReader(ready).check_model_folder(workdir)
   checkpoints = restore.RunCheckpoints(ready, workdir)

@@ -8,8 +8,9 @@ it; before the first update on a batch the trainer's own is compared with that.
 
 import contextlib
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -99,76 +100,76 @@ class _Scored:
   metrics: dict[str, float]
 
 
+def checked(job: Job, data: Data) -> Callable[[Start | None, Watchdog], "Rollouts"]:
+  """Checks the prompts, executes the files of the rewards, and returns what makes `Rollouts`.
+
+  Args:
+    job: the run.
+    data: its prompts.
+
+  Raises:
+    ValueError: a prompt leaves no place for an answer, or as `Rewards`.
+  """
+  keys = job.config.grpo
+  for source in (data.train.source, data.evaluation.source):
+    _check_lengths(source, job.config.data.sequence_length, keys.new_tokens)
+  limits = {"seconds": keys.reward_seconds, "memory_mib": keys.reward_memory_mib}
+  rewards = Rewards(keys.rewards, **limits, processes=keys.reward_processes)
+  return functools.partial(Rollouts, job, data, rewards)
+
+
+def _check_lengths(source: Source, length: int, new_tokens: int) -> None:
+  """Raises ValueError with the first prompt that is too long."""
+  if long := [one for one in source.prompts if len(one.tokens) + new_tokens > length]:
+    raise ValueError(
+      f"{source.name}: {len(long):,} of {len(source):,} prompts are longer than "
+      f"{length - new_tokens} tokens, the first at {long[0].place} ({len(long[0].tokens):,}): with "
+      f"grpo.new_tokens={new_tokens} a row of data.sequence_length={length} is full; raise that, "
+      f"draw fewer tokens, or leave these prompts out"
+    )
+
+
 class Rollouts:
   """Draws the answers of a run's steps and evaluations."""
 
-  def __init__(self, job: Job, data: Data):
-    """Checks the prompts, and executes the files of the rewards; compiles nothing yet.
-
-    Args:
-      job: the run.
-      data: its prompts.
-
-    Raises:
-      ValueError: a prompt leaves no place for an answer, or as `Rewards`.
-    """
-    self._job, self._data = job, data
-    self._keys, self._spec = job.config.grpo, text_spec(job.config)
-    sources = data.train.source, data.evaluation.source
-    for source in sources:
-      self._check_lengths(source)
-    prompts = [prompt for source in sources for prompt in source.prompts]
-    self._longest = max(len(prompt.tokens) for prompt in prompts)
-    self._templated = any(prompt.templated for prompt in prompts)
-    self._made: tuple[int, Batch] = (-1, {})  # the step that its answers were drawn in, and these
-    keys = self._keys
-    limits = {"seconds": keys.reward_seconds, "memory_mib": keys.reward_memory_mib}
-    self._rewards = Rewards(keys.rewards, **limits, processes=keys.reward_processes)
-
-  def _check_lengths(self, source: Source) -> None:
-    """Raises ValueError with the first prompt that is too long."""
-    length, new = self._job.config.data.sequence_length, self._keys.new_tokens
-    if long := [one for one in source.prompts if len(one.tokens) + new > length]:
-      raise ValueError(
-        f"{source.name}: {len(long):,} of {len(source):,} prompts are longer than "
-        f"{length - new} tokens, the first at {long[0].place} ({len(long[0].tokens):,}): with "
-        f"grpo.new_tokens={new} a row of data.sequence_length={length} is full; raise that, draw "
-        f"fewer tokens, or leave these prompts out"
-      )
-
-  def start(self, start: Start | None, watch: Watchdog) -> None:
+  def __init__(self, job: Job, data: Data, rewards: Rewards, start: Start | None, watch: Watchdog):
     """Compiles, and finds the parameters of the reference.
 
     Args:
+      job: the run.
+      data: its prompts, `checked`.
+      rewards: of the answers, used on the first process alone.
       start: of the run; None where answers are evaluated alone.
       watch: is notified of what is computed.
 
     Raises:
       ValueError: the parameters that the run has started from are no longer found.
     """
-    job, keys = self._job, self._keys
-    adapters = job.config.lora.rank > 0
-    self._watch, self._reference = watch, None
+    self._job, self._data, self._rewards, self._watch = job, data, rewards, watch
+    self._keys, self._spec = job.config.grpo, text_spec(job.config)
+    self._made: tuple[int, Batch] = (-1, {})  # the step that its answers were drawn in, and these
+    keys, adapters = self._keys, job.config.lora.rank > 0
+    self._reference = None
     if start is not None and keys.kl and not adapters:
       self._reference = reference.first_parameters(start, watch)
     watch.at("compiling the sampler", STARTING)
+    prompts = [*data.train.source.prompts, *data.evaluation.source.prompts]
+    templated = any(prompt.templated for prompt in prompts)
     self._sampler = RolloutSampler(
       job,
-      prompt_tokens=self._longest,
+      prompt_tokens=max(len(prompt.tokens) for prompt in prompts),
       new_tokens=keys.new_tokens,
       rows=job.config.data.global_batch_size,
       temperature=keys.temperature,
-      stop_tokens=self._stop_tokens(),
+      stop_tokens=self._turn_ends() if templated else (),
     )
     self._log_p = self._compile_log_p(base=False)
     self._base_log_p = self._log_p
     if keys.kl and adapters:
       self._base_log_p = self._compile_log_p(base=True)
 
-  def _stop_tokens(self) -> tuple[int, ...]:
-    """Returns what ends the assistant's turn, where a chat template has written the prompts."""
-    if not self._templated:
-      return ()
+  def _turn_ends(self) -> tuple[int, ...]:
+    """Returns the tokens that end the assistant's turn."""
     from input_pipeline.text import chat_template  # of conversations alone
 
     template = chat_template.load(self._spec.chat_template, self._spec.tokenizer)
@@ -222,8 +223,7 @@ class Rollouts:
     if self._keys.kl:
       params = state.params if self._reference is None else self._reference
       found = self._in_text_order(self._base_log_p, params, state.variables, batch)
-      reference = np.where(scored.rows["drawn"], found, 0)
-      batch |= self._put({"reference": reference.astype(found.dtype)})
+      batch |= self._put({"reference": np.where(scored.rows["drawn"], found, 0)})
     self._made = step, batch
     metrics = {"sampler_difference": most, **scored.metrics}
     del metrics["reward"]  # the step has it
@@ -363,7 +363,7 @@ class Rollouts:
     known = token < self._spec.tokenizer.size
     return repr(self._spec.tokenizer.token_bytes(token))[1:] if known else "stands for nothing"
 
-  def close(self, *_: Any) -> None:
+  def close(self) -> None:
     """Ends the processes that compute rewards."""
     with contextlib.suppress(OSError):
       self._rewards.close()

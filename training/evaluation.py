@@ -103,7 +103,7 @@ class Evaluator:
     watch: is notified of every batch.
     lockstep: the barrier before every batch.
     progress: is called with the number of batches done, and of all; None shows nothing.
-    rollouts: draws the answers of its batches, of GRPO (`splits.Data`).
+    rollouts: draws the answers of its batches, of GRPO (`inference.grpo.Rollouts`).
   """
 
   job: Job

@@ -84,10 +84,6 @@ def train(
       from training import reference  # of preferences alone
 
       data = reference.attached(data, start, watch)
-    if data.rollouts is not None:
-      stack.callback(data.rollouts.close)
-      data.rollouts.start(start, watch)
-    assert (data.rollouts is not None) == (start.job.config.task == GRPO), "its rows are no answers"
     watch.saves = True
     named = {name: CALLBACKS[name] for name in start.job.config.training.callbacks}
     calls = {**named, **(more_callbacks or {})}
@@ -140,6 +136,11 @@ def begin(
     from training.kept_state import KeptState  # which few runs have
 
     kept = KeptState(job, late=not job.devices.simulated)
+  rollouts = None
+  if config.task == GRPO:
+    assert data.rollouts is not None, "its rows are prompts, and no answers"
+    rollouts = data.rollouts(start, watch)
+    stack.callback(rollouts.close)
   steps = TrainSteps((kept or job).compile_train_step, job.batches, job.mesh)
   last = steps.compile(start.step)
   workdir_files.add_collectives(
@@ -166,9 +167,10 @@ def begin(
     done=start.step,
     start=start,
     data=data,
+    rollouts=rollouts,
     due=due,
     train_steps=steps,
-    evaluator=Evaluator(job, data.evaluation, evaluation, watch, lockstep, shown, data.rollouts),
+    evaluator=Evaluator(job, data.evaluation, evaluation, watch, lockstep, shown, rollouts),
     saver=Saver(start.checkpointer, forms.plain(config), watch, start.stored),
     bad_steps=bad_steps,
     # On simulated devices at most one step is in flight: more can deadlock in a rendezvous.
@@ -198,6 +200,7 @@ class Run:
     done: number of finished steps.
     stopped: whether it was stopped before the last step or evaluation was done.
     interrupted: whether the evaluation of the step that it starts from is missing.
+    rollouts: draws the answers of its batches, of GRPO.
     batches: those of the next steps, read ahead; None before `catch_up`.
   """
 
@@ -205,6 +208,7 @@ class Run:
   done: int
   start: Start
   data: Data
+  rollouts: Any
   due: "Due"
   train_steps: "TrainSteps"
   evaluator: Evaluator
@@ -271,9 +275,9 @@ class Run:
       with self.instruments.paused("compile"):
         self.train_steps.after(self.done)
     of_answers: dict[str, float] = {}
-    if self.data.rollouts is not None:
+    if self.rollouts is not None:
       position = self.bad_steps.position
-      batch, of_answers = self.data.rollouts.batch(self.state, self.done, position)
+      batch, of_answers = self.rollouts.batch(self.state, self.done, position)
     self.watch.at(f"step {self.done + 1}: computing")
     if self.recomputed:
       self.recomputed.before_step(self.done + 1, self.state, batch)
@@ -381,7 +385,7 @@ class Run:
 
   def _may_save(self) -> bool:
     """Returns whether what a step needs follows from the state: not between updates on answers."""
-    return self.data.rollouts is None or self.data.rollouts.between(self.done)
+    return self.rollouts is None or self.rollouts.between(self.done)
 
   def _save(self, evaluation: Evaluation | None) -> None:
     ranked_by = {}

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from etils import epy
@@ -31,12 +31,12 @@ class Data:
   """The batches of a job, of both splits, opened and checked.
 
   Attributes:
-    rollouts: what puts answers in the place of prompts (`inference.grpo.Rollouts`), of GRPO.
+    rollouts: of GRPO, makes what puts answers in the place of prompts (`inference.grpo.checked`).
   """
 
   train: TrainingBatches
   evaluation: EvaluationBatches
-  rollouts: Any = None
+  rollouts: Callable[..., Any] | None = None
 
 
 def open_data(job: "setup.Job") -> Data:

@@ -99,10 +99,8 @@ def made(prompts_file, monkeypatch):
 
   def make(**keys):
     job = make_job("single", RECIPE, **{**KEYS, "data.files": str(prompts_file), **keys})
-    rollouts = grpo.Rollouts(job, splits.open_data(job))
-    watch = Watchdog(current(), StopRequest())
-    rollouts.start(None, watch)
-    return rollouts, job
+    make_rollouts = grpo.checked(job, splits.open_data(job))
+    return make_rollouts(None, Watchdog(current(), StopRequest())), job
 
   return make
 
@@ -196,7 +194,8 @@ def another_temperature(rollouts, state, monkeypatch):
   monkeypatch.setattr(
     grpo, "RolloutSampler", lambda job, **keys: made(job, **{**keys, "temperature": 1.0})
   )
-  rollouts.start(None, rollouts._watch)
+  given = rollouts._job, rollouts._data, rollouts._rewards
+  monkeypatch.setattr(rollouts, "_sampler", grpo.Rollouts(*given, None, rollouts._watch)._sampler)
   return state
 
 
