@@ -137,6 +137,7 @@ HALVING = _of(
 )
 HOURS = _of("sweep", _float("hours", 0.0, "How long it may take; the runs save. 0: as it takes."))
 SLURM = _of("sweep", _bool("slurm", False, "Print the command of a Slurm array of what is left."))
+LAUNCHER = _of("sweep", _text("launcher", "", "Words before each run's command, such as srun's."))
 BATCH_SIZES = _of(
   "search",
   _list("global_batch_sizes", [], "Rows of a step to try: 64,128; by default the config's."),

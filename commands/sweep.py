@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 import os
+import re
 import select
 import shlex
 import shutil
@@ -36,6 +37,8 @@ POLL_SECONDS = 0.2
 SAVE_SECONDS = 120.0
 KEEP = 2  # of so many settings that are left, halving keeps one
 _BEGINS = ("error: ", "refused: ")  # a line that says why a run has ended
+_PROCESS = re.compile(r"\[\d+\] ")  # before each line of a process that a launcher has started
+_LAUNCHER = "launch: "  # before its own lines
 
 
 def run() -> int:
@@ -75,10 +78,11 @@ def _asked() -> tuple[list[sweep_axes.Setting], epath.Path]:
     _with(config, one)
   if parallel < 1 or draw < 0 or not flags.HOURS.value >= 0:
     raise ValueError("--parallel is at least 1, --random and --hours are at least 0")
-  if parallel > 1 and not devices.simulates(flags.SIMULATE.value):
+  elsewhere = _launcher()
+  if parallel > 1 and not elsewhere and not devices.simulates(flags.SIMULATE.value):
     raise ValueError(
       f"--parallel={parallel}: a run takes all {devices.hardware()} devices of this machine, so "
-      "one runs at a time; --slurm makes an array of the runs"
+      "one runs at a time; --slurm makes an array of the runs, --launcher starts them elsewhere"
     )
   default = f"runs/{config_flag.name(flags.CONFIG)}_sweep"
   folder = epath.Path(flags.WORKDIR.value or default)
@@ -94,6 +98,20 @@ def _asked() -> tuple[list[sweep_axes.Setting], epath.Path]:
       f"every_steps out of --axes, and set evaluation.every_steps above 0 (it is {every})"
     )
   return settings, folder
+
+
+def _launcher() -> list[str]:
+  """Returns the words before the command of each run; raises ValueError where they are none."""
+  text = flags.LAUNCHER.value
+  try:
+    words = shlex.split(text)
+  except ValueError as error:
+    raise ValueError(f"--launcher={text}: {error}") from error
+  if words and flags.SLURM.value:
+    raise ValueError("--launcher: --slurm starts no run; processes/launch/slurm.sh starts them")
+  if words and shutil.which(words[0]) is None:
+    raise ValueError(f"--launcher={text}: there is no program {words[0]}")
+  return words
 
 
 def _with(config: ConfigDict, setting: sweep_axes.Setting) -> ConfigDict:
@@ -267,7 +285,7 @@ class _Runs:
     entry = self.entries[place]
     log = self.folder / LOGS / f"{entry.name}.txt"
     log.parent.mkdir(exist_ok=True)
-    command = [sys.executable, sys.argv[0], *flags.words_to_train(), *_words(entry)]
+    command = [*_launcher(), sys.executable, sys.argv[0], *flags.words_to_train(), *_words(entry)]
 
     def before() -> None:
       os.write(self._reaper.stdin.fileno(), b"+%d\n" % os.getpid())
@@ -299,8 +317,10 @@ class _Runs:
     self._reaper.stdin.write(b"-%d\n" % popen.pid)
     there = run_files.read(self.workdir(entry)) if run_files.is_run(self.workdir(entry)) else None
     state = {exit_codes.DONE: DONE, exit_codes.STOPPED: LEFT}.get(code, FAILED)
-    # SIGTERM ends a process that cannot handle it yet, or no longer.
-    if state == FAILED and code < 0 and (self.stop.insisted or (told and code == -signal.SIGTERM)):
+    # SIGTERM ends a process that cannot handle it yet, or no longer; a launcher passes on its code.
+    by_signal = code < 0 or code > 128
+    ended = told and code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+    if state == FAILED and by_signal and (self.stop.insisted or ended):
       state = DONE if there and there.times and there.times["done"] else LEFT
     reason = self._reason(entry, code) if state == FAILED else ""
     self._replace(place, run=there, state=state, code=code, reason=reason)
@@ -312,9 +332,12 @@ class _Runs:
     """Returns why a run has failed: what it has printed since it said so, else its last line."""
     log = self.folder / LOGS / f"{entry.name}.txt"
     lines = log.read_bytes().decode(errors="replace").splitlines()
-    printed = [line.strip() for line in lines if line.strip()]
+    printed = [_PROCESS.sub("", line).strip() for line in lines if line.strip()]
     begins = [place for place, line in enumerate(printed) if line.startswith(_BEGINS)]
-    said = " ".join(printed[begins[-1] if begins else -1 :])
+    if begins:
+      said = " ".join(one for one in printed[begins[-1] :] if not one.startswith(_LAUNCHER))
+    else:
+      said = "".join(printed[-1:])
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     return f"{how}: {printable(said, longest=300)}" if said else how
 

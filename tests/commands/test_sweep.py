@@ -154,6 +154,9 @@ def test_a_sweep_of_runs_of_which_one_is_refused(tmp_path):
     (["--axes=optimizer.learning_rat=1"], "did you mean 'optimizer.learning_rate'?"),
     (["--axes=seed=a"], "seed is a whole number, not 'a'"),
     (["--axes=seed=1", "--parallel=0"], "--parallel is at least 1"),
+    (["--axes=seed=1", "--launcher=absent -n 1 --"], "there is no program absent"),
+    (["--axes=seed=1", "--launcher='env"], "--launcher='env: No closing quotation"),
+    (["--axes=seed=1", "--launcher=env", "--slurm"], "--slurm starts no run"),
     (["--axes=training.steps=1,2", "--halving"], "--halving compares runs at the same evaluations"),
   ],
 )
@@ -228,7 +231,8 @@ RATES = "--axes=optimizer.learning_rate=0.1,0.2,0.31,0.4,0.5,2"
 
 
 def test_halving_stops_the_worse_half_at_each_rung(played):
-  code, out, found = played.run(RATES, "--halving", "--parallel=6")
+  launcher = f"--launcher={sys.executable} -m processes.launch --processes=1 --"
+  code, out, found = played.run(RATES, "--halving", "--parallel=6", launcher)
   assert code == 1, out  # one has failed, with 1
   lost = "stopped by halving"
   assert [one["state"] for one in found] == [lost, lost, lost, "done", lost, "failed"], out

@@ -60,13 +60,14 @@ class Output:
     return found
 
 
-@pytest.fixture
-def cluster(tmp_path):
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
   """Returns the cluster of ray_cluster.py."""
   if not PYTHON.exists():
     pytest.fail(f"no {PYTHON}; make test-ray installs Ray")
   script = pathlib.Path(__file__).with_name("ray_cluster.py")
-  started = Output(tmp_path / "cluster", PYTHON, script, stdin=subprocess.PIPE)
+  folder = tmp_path_factory.mktemp("cluster")
+  started = Output(folder / "output", PYTHON, script, stdin=subprocess.PIPE)
   try:
     yield started
   finally:
@@ -76,6 +77,38 @@ def cluster(tmp_path):
     finally:
       with contextlib.suppress(ProcessLookupError):
         os.killpg(started.popen.pid, signal.SIGKILL)
+
+
+@pytest.mark.ray
+def test_each_run_of_a_sweep_is_a_task_of_the_cluster_which_stops_and_resumes(cluster, tmp_path):
+  address = cluster.wait_for(r"address (\S+)")[1]
+  folder, rate = tmp_path / "sweep", "optimizer.learning_rate"
+  launcher = f"{PYTHON} -m processes.launch.ray --processes=1 --cpus=2 --address={address} --"
+  flags = [*CLASSIFIER, "--config.evaluation.every_steps=0", f"--config.training.steps={STEPS}"]
+  sweep = (ROOT / ".venv" / "bin" / "python", "main.py", "sweep", *flags, f"--workdir={folder}")
+  sweep = (*sweep, f"--axes={rate}=0.001,0.01,-1", "--parallel=3", f"--launcher={launcher}")
+
+  first = Output(tmp_path / "first", *sweep)
+  first.wait_for("learning_rate--1: failed")  # two run meanwhile, on a node each
+  logs = [folder / "logs" / f"learning_rate-{rate}.txt" for rate in ("0.001", "0.01")]
+  deadline = time.monotonic() + TIMEOUT_SECONDS
+  while not all("[0] step 10/" in log.read_text() for log in logs):
+    assert time.monotonic() < deadline, first.text
+    time.sleep(0.05)
+  first.popen.send_signal(signal.SIGINT)
+  assert first.popen.wait(TIMEOUT_SECONDS) == 75, first.text
+  assert "2 left" in first.text
+
+  second = Output(tmp_path / "second", *sweep)
+  assert second.popen.wait(TIMEOUT_SECONDS) == 3, second.text
+  assert "exit code 2: refused: the config is refused: optimizer.learning_rate=-1.0" in second.text
+  assert "launch: " not in second.text
+  hosts = {line for log in logs for line in log.read_text().splitlines() if "started 1" in line}
+  assert len(hosts) == 2, hosts
+  words = (*flags, f"--config.{rate}=0.01", f"--workdir={tmp_path / 'straight'}")
+  straight = Output(tmp_path / "third", ROOT / ".venv" / "bin" / "python", "main.py", *words)
+  assert straight.popen.wait(TIMEOUT_SECONDS) == 0, straight.text
+  same.check(folder / "learning_rate-0.01", same.record(tmp_path / "straight"))
 
 
 @pytest.mark.ray

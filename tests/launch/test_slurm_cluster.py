@@ -4,9 +4,11 @@ Slurm's daemons run for these tests alone, with folders, ports and a key of thei
 are two daemons of this machine; their names are addresses, so that each finds the other.
 """
 
+import csv
 import os
 import pathlib
 import secrets
+import shlex
 import shutil
 import socket
 import subprocess
@@ -118,7 +120,7 @@ class Cluster:
     """Runs one of Slurm's programs where jobs are submitted; returns what it printed."""
     environment = self._environment() | variables
     done = subprocess.run(
-      command, cwd=self.submitted_from, env=environment, capture_output=True, text=True, timeout=60
+      command, cwd=self.submitted_from, env=environment, capture_output=True, text=True, timeout=120
     )
     return done.stdout.strip() or done.stderr.strip()
 
@@ -185,7 +187,7 @@ def cluster(tmp_path_factory):
 
 @pytest.mark.slurm
 def test_slurm_preempts_a_run_of_two_nodes_and_replaces_a_task_which_resume_to_the_bit(cluster):
-  workdir, array = cluster.folder / "preempted", cluster.folder / "runs"
+  workdir, array = cluster.folder / "preempted", cluster.folder / "sweep"
   run = (*FLAGS, f"--workdir={workdir}")
   node = ("--gpus-per-node=1", "--ntasks-per-node=1", "processes/launch/slurm.sh")
   job = cluster.submit("--partition=low", *node, *run)
@@ -217,17 +219,23 @@ def test_slurm_preempts_a_run_of_two_nodes_and_replaces_a_task_which_resume_to_t
   assert "abandons the step in flight" in text, text
   assert "requeued" not in text
 
-  # An array, of which one run is the same undisturbed, on one node; the other is stopped for good.
-  straight, other = cluster.folder / "straight", cluster.folder / "other"
-  array.write_text(f"--workdir={straight}\n--workdir={other} --config.training.steps=100000\n")
-  flags = ("--array=1-2", "--nodes=1", "--gpus-per-node=2", "--ntasks-per-node=2")
-  flags = (*flags, "--cpus-per-task=1", "--output=slurm-%A_%a.out", "processes/launch/slurm.sh")
-  jobs = cluster.submit("--partition=low", *flags, *FLAGS, RUNS=str(array))
+  # The array of a sweep. One of its runs is the same undisturbed, on one node; the other is stopped
+  # for good, and is what the sweep says is left.
+  axes = f"--axes=training.steps={STEPS},100000"
+  sweep = (".venv/bin/python", "main.py", "sweep", *FLAGS, axes, "--slurm", f"--workdir={array}")
+  variable, program, *words = shlex.split(cluster.run(*sweep).splitlines()[-1])
+  assert (program, words[0]) == ("sbatch", "--array=1,2"), words
+  sizes = ("--partition=low", "--nodes=1", "--gpus-per-node=2", "--ntasks-per-node=2")
+  jobs = cluster.submit(*sizes, "--cpus-per-task=1", *words, RUNS=variable.removeprefix("RUNS="))
   cluster.wait_for(lambda: "step 12/" in cluster.output(f"{jobs}_2"), f"{jobs}_2")
   cluster.run("scancel", "--batch", "--signal=USR1", f"{jobs}_2")
   assert cluster.wait_for_end(f"{jobs}_2") == "75:0", cluster.output(f"{jobs}_2")
   assert "stopped for good, after saving" in cluster.output(f"{jobs}_2")
   assert cluster.wait_for_end(f"{jobs}_1") == "0:0", cluster.output(f"{jobs}_1")
+  assert "--array=2 " in cluster.run(*sweep)
+  with open(array / "sweep.csv", newline="") as file:
+    assert [row["state"] for row in csv.DictReader(file)] == ["done", "left"]
+  straight = array / f"steps-{STEPS}"
   assert story(straight)[-1][0] == STEPS
   same.check(workdir, same.record(straight))
   same.check(replaced, same.record(straight))
