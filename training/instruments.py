@@ -1,7 +1,6 @@
 """What measures a run and reports it: `metrics.jsonl`, the console, its clocks, traces of steps."""
 
 import contextlib
-import time
 from collections.abc import Iterator
 
 from etils import epy
@@ -14,6 +13,7 @@ from training.evaluation import Evaluation
 from training.metrics.console import ProgressLine, warn
 from training.metrics.goodput import Goodput
 from training.metrics.log_lines import FILE, MetricsWriter
+from training.metrics.reader import Read
 from training.metrics.throughput import Meter
 from training.restore import Start
 
@@ -116,23 +116,23 @@ class Instruments:
     if self._pace and (news := self._pace.after_step(done, wait_seconds)):
       self.progress.note(news)
 
-  def report(self, step: int, values: dict[str, float], wait_seconds: float, *, due: bool) -> None:
+  def report(self, read: Read, wait_seconds: float, *, due: bool) -> None:
     """Writes and shows the metrics of a step.
 
     Args:
-      step: the steps that are done.
-      values: its metrics.
+      read: its metrics.
       wait_seconds: the time that the loop has waited for data so far.
       due: whether they are logged; those of the first step always start the meter.
     """
+    step, values = read.step, read.values
     if not self._measuring:
       self._measuring = True
-      self._meter.start(step, wait_seconds)
-      seconds = time.monotonic() - self._started
+      self._meter.start(step, wait_seconds, read.at)
+      seconds = read.at - self._started
       self.progress.note(f"first step finished {seconds:.1f} s after the command was given")
     if due:
       slowest = self._pace.numbers() if self._pace else {}
-      values.update(self._meter.lap(step, wait_seconds), **slowest)
+      values.update(self._meter.lap(step, wait_seconds, read.at), **slowest)
       self.writer.write(step, values)
       self.progress.update(step, *self._meter.text(step, values))
       for news in self.writer.news():

@@ -28,11 +28,7 @@ from training.evaluation import Evaluation, Evaluator
 from training.instruments import Instruments
 from training.metrics.console import Waiting, say, say_wrapped
 from training.metrics.log_lines import LINES
-from training.metrics.reader import (
-  DebugNans,
-  MetricsReader,
-  without_debug_checks,
-)
+from training.metrics.reader import DebugNans, MetricsReader, Read, without_debug_checks
 from training.replica_check import ReplicaCheck
 from training.restore import Start
 from training.setup import Compiled
@@ -292,7 +288,7 @@ class Run:
     drain = called or self.evaluation_due() or self._save_due() or self.due.memory(self.done)
     self.debug_nans.after_step(self.done, self.state, metrics)
     due = self.reader.read(self.done, metrics, drain=drain)
-    values = dict(due[-1][1]) if due else {}
+    values = dict(due[-1].values) if due else {}
     self._report(due)
     self.instruments.after_step(self.done, self.batches.wait_seconds)
     self.replicas.after_step(self.done, self.state)
@@ -304,11 +300,10 @@ class Run:
   def _context(self, values: Mapping[str, float]) -> callbacks.Context:
     return callbacks.Context(self.done, self.state, values, self.start.job, self.start.workdir)
 
-  def _report(self, read: list[tuple[int, dict[str, float]]]) -> None:
+  def _report(self, read: list[Read]) -> None:
     """Writes and shows the metrics of steps that were read."""
-    for number, values in read:
-      due = self.due.metrics(number)
-      self.instruments.report(number, values, self.batches.wait_seconds, due=due)
+    for one in read:
+      self.instruments.report(one, self.batches.wait_seconds, due=self.due.metrics(one.step))
 
   def roll_back(self, bad: BadStepError) -> None:
     """Restores a step before a bad one, whose batch is skipped from now on.

@@ -1,8 +1,9 @@
 """Numbers from the devices: metrics, read late and checked; JAX_DEBUG_NANS."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,20 @@ from training.state import State
 _NAMED = 4  # so many arrays are named in a message
 
 
+class Read(NamedTuple):
+  """Metrics of a step.
+
+  Attributes:
+    step: its number, counted from 1.
+    values: of its metrics.
+    at: when the device had computed them, on the clock of `time.monotonic`.
+  """
+
+  step: int
+  values: dict[str, float]
+  at: float
+
+
 class MetricsReader:
   """Reads the metrics of steps from the device, `late` steps after they were dispatched."""
 
@@ -24,8 +39,8 @@ class MetricsReader:
     self._late, self._check = late, check
     self._pending: list[tuple[int, Any]] = []
 
-  def read(self, step: int, metrics: Any, *, drain: bool) -> list[tuple[int, dict[str, float]]]:
-    """Takes a step's metrics and returns those now due, as (step, values).
+  def read(self, step: int, metrics: Any, *, drain: bool) -> list[Read]:
+    """Takes a step's metrics and returns those now due.
 
     Args:
       step: its number, counted from 1.
@@ -38,11 +53,11 @@ class MetricsReader:
     self._pending.append((step, metrics))
     return self._read(0 if drain else self._late)
 
-  def rest(self) -> list[tuple[int, dict[str, float]]]:
+  def rest(self) -> list[Read]:
     """Returns what has not been returned yet; raises as `read`."""
     return self._read(0)
 
-  def _read(self, keep: int) -> list[tuple[int, dict[str, float]]]:
+  def _read(self, keep: int) -> list[Read]:
     due = []
     while len(self._pending) > keep:
       number, scalars = self._pending.pop(0)
@@ -50,7 +65,7 @@ class MetricsReader:
       if why := self._check(values):
         self._pending.clear()
         raise BadStepError(number, why)
-      due.append((number, values))
+      due.append(Read(number, values, time.monotonic()))
     return due
 
 

@@ -37,9 +37,9 @@ class Meter:
     self.seconds = 0.0
     self.wait_share = 0.0
 
-  def start(self, step: int, wait_seconds: float) -> None:
-    """Starts to measure after the first step, which includes compilation."""
-    self._began = self._lap_began = time.monotonic()
+  def start(self, step: int, wait_seconds: float, at: float) -> None:
+    """Starts to measure after the first step, which includes compilation; `at` as of `lap`."""
+    self._began = self._lap_began = at - self._paused
     self._first_step = self._lap_step = step
     self._wait = self._first_wait = wait_seconds
 
@@ -48,14 +48,15 @@ class Meter:
     self._first_step -= bad_step - step
     self._lap_began, self._lap_step = time.monotonic() - self._paused, step
 
-  def lap(self, step: int, wait_seconds: float) -> dict[str, float]:
+  def lap(self, step: int, wait_seconds: float, at: float) -> dict[str, float]:
     """Returns the numbers of the steps since the last lap, for `metrics.jsonl`.
 
     Args:
       step: the newest step that is done.
       wait_seconds: the time that the loop has waited for data so far.
+      at: when it was done, on the clock of `time.monotonic`.
     """
-    now = time.monotonic() - self._paused
+    now = at - self._paused
     count = max(1, step - self._lap_step)
     seconds = max(now - self._lap_began, 1e-9) / count
     values = {

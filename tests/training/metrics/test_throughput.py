@@ -25,9 +25,19 @@ def metrics(loss, norm=1.0):
 def test_metrics_are_read_one_step_late_and_drained_at_the_end():
   reader = MetricsReader(late=1)
   assert reader.read(1, metrics(3), drain=False) == []
-  assert [step for step, _ in reader.read(2, metrics(2), drain=False)] == [1]
-  assert [step for step, _ in reader.read(3, metrics(1), drain=True)] == [2, 3]
-  assert [step for step, _ in MetricsReader(late=0).read(1, metrics(3), drain=False)] == [1]
+  assert [one.step for one in reader.read(2, metrics(2), drain=False)] == [1]
+  assert [one.step for one in reader.read(3, metrics(1), drain=True)] == [2, 3]
+  assert [one.step for one in MetricsReader(late=0).read(1, metrics(3), drain=False)] == [1]
+
+
+def test_steps_that_are_read_together_have_the_times_at_which_each_was_done(monkeypatch):
+  """As before an evaluation on an accelerator: the second did not take no time at all."""
+  done = iter([10.0, 12.0])
+  clock = types.SimpleNamespace(monotonic=lambda: next(done))
+  monkeypatch.setattr("training.metrics.reader.time", clock)
+  reader = MetricsReader(late=1)
+  reader.read(1, metrics(3), drain=False)
+  assert [one.at for one in reader.read(2, metrics(2), drain=True)] == [10.0, 12.0]
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(np.nan, 1.0), (1.0, np.inf)])
@@ -43,12 +53,11 @@ def test_rates_leave_out_the_first_step_and_pauses(monkeypatch):
   monkeypatch.setattr("training.metrics.throughput.time.monotonic", lambda: now[0])
   job = make_job("dp8", "lm")
   meter = Meter(job.batches, model_spec(job.config), job.mesh)  # 16 rows of 12 tokens
-  now[0] = 150.0
-  meter.start(1, wait_seconds=3.0)
+  meter.start(1, wait_seconds=3.0, at=150.0)
   now[0] = 160.0
   with meter.paused():
     now[0] = 1000.0
-  values = meter.lap(6, wait_seconds=3.5)
+  values = meter.lap(6, wait_seconds=3.5, at=1000.0)
   assert values["step_seconds"] == pytest.approx(2.0)
   assert values["data_wait_seconds"] == pytest.approx(0.1)
   assert values["tokens_per_second"] == pytest.approx(96.0)
@@ -69,8 +78,8 @@ def test_peak_bytes_if_the_device_reports_them():
   )
   mesh = types.SimpleNamespace(local_devices=[device], size=8)
   meter = Meter(job.batches, model_spec(job.config), mesh)
-  meter.start(1, wait_seconds=0.0)
-  values = meter.lap(2, wait_seconds=0.0)
+  meter.start(1, wait_seconds=0.0, at=1.0)
+  values = meter.lap(2, wait_seconds=0.0, at=2.0)
   assert values["peak_bytes"] == 12345
   assert values["mfu"] > 0
   parts, _ = meter.text(2, {"loss": 1.0, "grad_norm": 1.0, **values, "mfu": 0.4125})
@@ -107,9 +116,8 @@ def test_rates_are_those_of_the_stages_of_ramps(monkeypatch):
   device = types.SimpleNamespace(device_kind="NVIDIA H200", memory_stats=dict)
   mesh = types.SimpleNamespace(local_devices=[device], size=8)
   meter = Meter(job.batches, model_spec(job.config), mesh)
-  meter.start(3, wait_seconds=0.0)
-  now[0] = 10.0
-  values = meter.lap(8, wait_seconds=0.0)  # steps 4 and 5 of 8 rows, 6 to 8 of 16
+  meter.start(3, wait_seconds=0.0, at=0.0)
+  values = meter.lap(8, wait_seconds=0.0, at=10.0)  # steps 4 and 5 of 8 rows, 6 to 8 of 16
   assert values["tokens_per_second"] == pytest.approx((2 * 8 + 3 * 16) * 12 / 10)
   # Only step 8 has rows of 12 tokens; attention of half a row costs a quarter.
   whole, config = model_spec(plain.config).train_flops_per_example(), plain.config
