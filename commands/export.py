@@ -1,5 +1,6 @@
 """The verb `export`: a checkpoint as a folder that transformers and others load."""
 
+import copy
 import json
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from partitioning.rules import size_text
 from processes import preemption, preflight
 from processes.watchdog import STARTING, Watchdog
 from runtime import exit_codes, files
+from runtime.layer_kinds import QUANTIZED
 from runtime.suggest import nearest
 from training import base_parameters, run_tokenizer
 from training.base_parameters import Base
@@ -39,12 +41,22 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     )
   if flags.MERGE.value and not config.lora.rank:
     raise ValueError("--merge: the model has no adapters (lora.rank=0); leave it out")
+  whole = flags.MERGE.value or not config.lora.rank
+  quantized = ready if whole and config.training.frozen_dtype in QUANTIZED else None
+  if quantized:
+    given = copy.deepcopy(ready.given)
+    given.training.frozen_dtype = None
+    ready = build.job(given, ready.devices)
+    config = ready.config
   plan, what = _planned(ready, location)
   folder = export.ExportFolder(export.check_folder(flags.TO.value, _checkpoints(location)))
   files.require_space(folder.path, plan.bytes, "the export", "give another --to")
   more = {"to": str(folder.final), "files": [file.header().hex()[:64] for file in plan.files]}
   preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more=more)
-  step, params, _ = base_parameters.model_state(ready, location)
+  if quantized and not hf_folder.is_model(location):
+    step, params = base_parameters.unquantized_parameters(quantized, ready, location)
+  else:
+    step, params, _ = base_parameters.model_state(ready, location)
   if config.lora.rank and not flags.MERGE.value:
     plan, what = _planned(ready, location, _base(location, step))
   seconds = config.processes.start_timeout_seconds

@@ -116,7 +116,7 @@ def tensors(
   adapters = (LORA_A, LORA_B)  # in no model's folder
   missing = [
     pattern
-    for pattern in spec.parameters
+    for pattern in spec.unquantized.parameters
     if not pattern.endswith(adapters) and not any(re.fullmatch(pattern, name) for name in used)
   ]
   if missing:

@@ -20,7 +20,7 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -374,6 +374,13 @@ def read(source: Source, abstract: Any) -> Any:
   with Reader() as reader:
     arrays = [_placed(reader, source, name, leaf) for name, leaf in leaves.items()]
   return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
+
+
+def shards_of(
+  reader: Reader, source: Source, name: str
+) -> Callable[[tuple[tuple[int, int], ...]], np.ndarray]:
+  """Returns what reads a shard of a parameter by its bounds, in float32."""
+  return lambda index: local_shards(reader, source, name, np.dtype(np.float32), [index])[0]
 
 
 def _placed(reader: Reader, source: Source, name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:

@@ -263,13 +263,16 @@ class Kernels(nnx.Module):
     """Draws the kernels; biases start at 0."""
     linear = Linear(name, spec, scale=scale, rngs=rngs)
     self.letters, self.bias_letters = linear.letters, linear.bias_letters
-    self.kernel = linear.kernel
+    self.format = linear.format
+    for part in self.format.parts if self.format else ("kernel",):
+      setattr(self, part, getattr(linear, part))
     if self.bias_letters:
       self.bias = linear.bias
 
   def operands(self) -> list[Operand]:
     """Returns the kernels, and the biases where there are some."""
-    found = [Operand(self.letters, self.kernel[...], kernel=True)]
+    kernel = self.format.kernel_of(self) if self.format else self.kernel[...]
+    found = [Operand(self.letters, kernel, kernel=True)]
     if self.bias_letters:
       found.append(Operand(self.bias_letters, self.bias[...], kernel=True))
     return found

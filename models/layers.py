@@ -451,7 +451,10 @@ class Linear(nnx.Module):
     dtype = spec.parameter_dtype
     deviation = jnp.asarray(scale * spec.deviation(self.letters), dtype)
     shape, key = spec.sizes(self.letters), rngs.params()
-    self.kernel = nnx.Param(jax.random.normal(key, shape, dtype) * deviation)
+    kernel = jax.random.normal(key, shape, dtype) * deviation
+    self.format = spec.format_of(f"{name}/kernel")
+    for part, x in (self.format.encoded(kernel) if self.format else {"kernel": kernel}).items():
+      setattr(self, part, nnx.Param(x))
     if self.bias_letters:
       self.bias = nnx.Param(jnp.zeros(spec.sizes(self.bias_letters), dtype))
     self.multiplier = spec.multiplier(name)
@@ -470,8 +473,13 @@ class Linear(nnx.Module):
       self.lora_a = nnx.Param(draw_adapter(jax.random.fold_in(key, 1), shapes[0], dtype))
       self.lora_b = nnx.Param(jnp.zeros(shapes[1], dtype))
 
-  def effective_kernel(self) -> Array:
-    """Returns the kernel that activations are multiplied by, in the dtype of the parameters."""
+  def effective_kernel(self) -> Any:
+    """Returns the kernel that activations are multiplied by, in the dtype of the parameters.
+
+    A quantized one is a `quantized.QuantizedKernel`, which has its shape and `astype`.
+    """
+    if self.format:
+      return self.format.kernel_of(self, self.multiplier)
     kernel = self.kernel[...]
     return kernel if self.multiplier == 1.0 else scaled(kernel, self.multiplier)
 

@@ -47,6 +47,8 @@ def stacks_of(legend: Mapping[str, Dim]) -> tuple[str, ...]:
 
 # The last parts of an adapter's names.
 LORA_A, LORA_B = "lora_a", "lora_b"
+# Likewise, of what a quantized kernel is stored as (models/quantized.py); `int8` has the first two.
+QUANTIZED_PARTS = ("kernel_codes", "kernel_scales", "kernel_scale_steps", "kernel_scale_middles")
 
 NO_MIXER = "none"  # model.mixer
 LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
@@ -171,6 +173,10 @@ class ModelSpec(abc.ABC):
   def adapts(self, layer: str) -> bool:
     """Returns whether a linear layer, such as `layers/mlp/up`, has an adapter."""
     return self.lora.rank > 0 and bool(self.optional_letters(f"{layer}/{LORA_A}"))
+
+  def format_of(self, kernel: str) -> Any:
+    """Returns the `quantized.Format` of a kernel, by its name; None where it is an array."""
+    del kernel
 
   def multiplier(self, layer: str) -> float:
     """Returns the factor of the output of a linear layer, such as `layers/mlp/up`."""
@@ -329,6 +335,7 @@ class DecoderSpec(LayersSpec):
   multipliers: tuple[tuple[str, float], ...]
 
   trainable: tuple[str, ...]
+  frozen_dtype: str
   attention_kernel: str
   grouped_matmul: str
   balance_loss: float

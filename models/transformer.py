@@ -47,13 +47,11 @@ from partitioning.parallel import split_sequence
 from partitioning.parallel.matmuls import column_parallel
 from partitioning.rules import Dim
 from runtime.extensions import kind_of_model, registered
-from runtime.layer_kinds import MIXER, layer_type, mixer_layers, mixers_beside
+from runtime.layer_kinds import MIXER, QUANTIZED, layer_type, mixer_layers, mixers_beside
 from runtime.suggest import most_similar
 
-with (
-  epy.lazy_imports()
-):  # of experts, preferences, answers, further tokens, and losses of the vocabulary in chunks
-  from models import grpo, load_balance, multi_token, preferences
+with epy.lazy_imports():  # of experts, preferences, answers, chunks, quantized kernels
+  from models import grpo, load_balance, multi_token, preferences, quantized
   from partitioning.parallel import chunked_vocabulary
 
 
@@ -83,6 +81,8 @@ class TransformerSpec(DecoderSpec):
         x: dataclasses.replace(dim, size=dim.size // parts.get(x, 1)) for x, dim in own.items()
       }
       found = found | split
+    if self.quantized_kernels:
+      found |= quantized.block_dims(found, self.frozen_dtype, [*self.quantized_kernels.values()])
     return found
 
   def own_dims(self) -> dict[str, dict[str, Dim]]:
@@ -92,8 +92,56 @@ class TransformerSpec(DecoderSpec):
     return {kind.__name__: kind.legend(self) for kind in kinds if hasattr(kind, "legend")}
 
   @functools.cached_property
+  def unquantized(self) -> "TransformerSpec":
+    """Returns the spec of the same decoder, whose kernels are arrays."""
+    is_so = self.frozen_dtype not in QUANTIZED
+    return self if is_so else dataclasses.replace(self, frozen_dtype="bfloat16")
+
+  @functools.cached_property
+  def quantized_kernels(self) -> dict[str, str]:
+    """Returns name -> letters of the kernels that are quantized: of layers, frozen, of D."""
+    if self.unquantized is self:
+      return {}
+    return {
+      name: letters
+      for row, letters in self.unquantized.parameters.items()
+      if row.startswith(STACKED) and row.endswith("/kernel") and "/router/" not in row
+      for name in expanded(row)
+      if RESIDUAL.width in letters
+      and not any(fnmatch.fnmatchcase(name, one) for one in self.trainable)
+    }
+
+  def format_of(self, kernel: str) -> Any:
+    """Returns how a kernel is quantized; None where it is an array."""
+    if letters := self.quantized_kernels.get(kernel):
+      return quantized.Format.of(letters[1:], self.frozen_dtype)
+    return None
+
+  def optional_letters(self, name: str) -> str:
+    """Returns the letters of an optional parameter, also of a kernel that is quantized."""
+    if name in self.quantized_kernels:
+      return self.quantized_kernels[name][1:]
+    return super().optional_letters(name)
+
+  @functools.cached_property
   def parameters(self) -> dict[str, str]:
-    """Returns name -> letters of the parameters that the model has."""
+    """Returns name -> letters of the parameters that the model has.
+
+    In place of a kernel that is quantized, those of what it is stored as.
+    """
+    if not self.quantized_kernels:
+      return self._parameters()
+    found = {}
+    for row, letters in self.unquantized.parameters.items():
+      for name in expanded(row):
+        parts = {name: letters}
+        if name in self.quantized_kernels:
+          of_parts = quantized.part_letters(letters, self.frozen_dtype)
+          parts = under(name.removesuffix("/kernel"), of_parts)
+        found |= parts
+    return found
+
+  def _parameters(self) -> dict[str, str]:
     found = {"embed/table": "VD"}
     if added := POSITION_EMBEDDINGS[self.positions]:
       found |= under("positions", added.dims(self))
@@ -528,6 +576,7 @@ def train_flops_per_example(spec: DecoderSpec, *, causal: bool = False) -> float
     spec: of the decoder.
     causal: count only unmasked scores (half, without a window).
   """
+  spec = spec.unquantized
   names, length = dict(_names(spec)), spec.sequence_length
   trained = {name for name in names if any(fnmatch.fnmatchcase(name, x) for x in spec.trainable)}
   into_layers = any(name.startswith(_BELOW) for name in trained)

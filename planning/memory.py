@@ -97,8 +97,9 @@ def _of_a_layer(step: StepFacts) -> int:
     if not placement.letters.startswith("L"):
       continue
     shape = shard_shape(placement.shape, placement.spec, sizes)
-    arrays = 2 if placement.name in step.trained else 1
-    total += arrays * math.prod(shape[1:]) * wide_dtype(placement.dtype).itemsize
+    trained = placement.name in step.trained
+    dtype = wide_dtype(placement.dtype) if trained else np.dtype(placement.dtype)
+    total += (1 + trained) * math.prod(shape[1:]) * dtype.itemsize
   return total
 
 
@@ -195,7 +196,7 @@ def _gathered(step: StepFacts) -> int:
   """Returns the bytes of two gathered copies of the largest kernel: one used, one prefetched."""
   itemsize = step.compute_itemsize
   sizes, largest = step.sizes, 0
-  for placement in step.parameters.values():
+  for placement in step.gathered_parameters.values():
     split = sizes["fsdp"] > 1 and "fsdp" in spec_axes(placement.spec)
     if step.program.gathered or not split or "V" in placement.letters:
       continue
@@ -220,7 +221,7 @@ def kept_kernel_bytes(step: StepFacts) -> int:
   sizes, training = step.sizes, step.training
   itemsize = np.dtype(training.compute_dtype).itemsize
   total = 0
-  for name, placement in step.parameters.items():
+  for name, placement in step.gathered_parameters.items():
     kernel = placement.letters.startswith(step.stacks) and len(placement.letters) > 2
     if not (kernel and "fsdp" in spec_axes(placement.spec)):
       continue

@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from models.spec import stacks_of
+from models.quantized import decoded_letters
+from models.spec import QUANTIZED_PARTS, stacks_of
 from partitioning.constraints import ActivationLayout
 from partitioning.mesh_sizes import STAGE
 from partitioning.parallel.pipeline_schedule import GPIPE, Schedule
@@ -91,6 +92,21 @@ class StepFacts:
   def parameters(self) -> Mapping[str, Placement]:
     """Returns name -> placement of the parameters."""
     return self.placements["parameters"]
+
+  @functools.cached_property
+  def gathered_parameters(self) -> Mapping[str, Placement]:
+    """Returns the parameters as fsdp gathers them: quantized kernels decoded, but for pipelines."""
+    found = {}
+    for name, one in self.parameters.items():
+      layer, _, part = name.rpartition("/")
+      if part not in QUANTIZED_PARTS or self.program.gathered is not None:
+        found[name] = one
+      elif part == QUANTIZED_PARTS[0]:
+        letters = decoded_letters(one.letters)
+        shape = (self.legend[letter].size for letter in letters)
+        given = {"name": f"{layer}/kernel", "letters": letters, "shape": tuple(shape)}
+        found[f"{layer}/kernel"] = dataclasses.replace(one, **given, dtype=np.dtype("float32"))
+    return found
 
   @property
   def trained(self) -> frozenset[str]:

@@ -109,7 +109,7 @@ class _Parameter:
 
 def _parameters(step: StepFacts) -> Iterator[_Parameter]:
   sizes = step.sizes
-  for one in step.parameters.values():
+  for one in step.gathered_parameters.values():
     stacked = one.letters.startswith(step.stacks)
     layers = one.shape[0] // sizes["stage"] if stacked else 1
     shard = math.prod(shard_shape(one.shape, one.spec, sizes)) / layers

@@ -6,6 +6,9 @@ convolution in place of attention, or beside it.
 
 from typing import Any
 
+# Of `training.frozen_dtype`: those in which kernels of layers are quantized (models/quantized.py).
+QUANTIZED = ("int8", "nf4")
+QUANTIZED_BLOCK = 64  # elements along the width, with one scale
 # In `model.layer_types`: a mixer in place of attention, or beside it.
 MIXER, WITH_MIXER = "mixer", "full_with_mixer"
 # Values of `model.biases` that stand for several linear layers. GPT-2's `all` has no gate.

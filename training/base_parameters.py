@@ -14,12 +14,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from etils import epath
+from etils import epath, epy
 from jax.sharding import NamedSharding, PartitionSpec
 
 from interop import hf_folder
 from models import model_spec
 from partitioning.rules import named_leaves, nested
+from runtime.layer_kinds import QUANTIZED
 from training import averages, run_record
 from training.checkpointing import integrity, reading
 from training.checkpointing.consensus import Together
@@ -28,6 +29,10 @@ from training.metrics.console import Waiting
 from training.replica_check import content_digests
 from training.setup import Job
 from training.state import State, merged, split
+
+with epy.lazy_imports():  # of a quantized base
+  from interop import safetensors_file
+  from training import quantized_base
 
 ADAPTERS = "*/lora_*"  # their names
 _PREFIX = f"{PARAMETERS}/"
@@ -173,11 +178,15 @@ class ParameterReader:
     self, base: Base, wanted: Mapping[str, Any], where: str, run: str
   ) -> tuple[dict[str, jax.Array], Base]:
     """Reads the frozen parameters of a run, and compares their digest."""
-    dtype = np.dtype(base.dtype)
-    stored = {
-      name: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
-      for name, leaf in wanted.items()
-    }
+    if base.dtype in QUANTIZED or self.job.config.training.frozen_dtype in QUANTIZED:
+      self._require_same_quantization(base, run)
+      stored = wanted
+    else:
+      dtype = np.dtype(base.dtype)
+      stored = {
+        name: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+        for name, leaf in wanted.items()
+      }
     try:
       folder, step, arrays = self.read(where, stored, step=base.step, optional=self.adapters)
     except (ValueError, OSError) as error:
@@ -194,6 +203,14 @@ class ParameterReader:
       )
     base = dataclasses.replace(base, folder=os.fspath(folder), step=step)
     return {name: x.astype(wanted[name].dtype) for name, x in arrays.items()}, base
+
+  def _require_same_quantization(self, base: Base, run: str) -> None:
+    if base.dtype != (own := self.job.config.training.frozen_dtype):
+      raise ValueError(
+        f"{run} was trained on frozen parameters in {base.dtype}, those of {base.location}, and "
+        f"training.frozen_dtype={own} here would change what its adapters were trained on; set "
+        f"training.frozen_dtype={base.dtype}"
+      )
 
   def read(
     self,
@@ -233,13 +250,14 @@ class ParameterReader:
         if name.startswith(_PREFIX)
       }
       partial = BASE in checkpoint.record
-      expected = {n: x for n, x in wanted.items() if n in there or not (partial or n in optional)}
+      others, kernels = self._to_quantize(wanted, there)
+      expected = {n: x for n, x in others.items() if n in there or not (partial or n in optional)}
       there = {
-        name: _as_wanted(x, wanted.get(name))
+        name: _as_wanted(x, others.get(name))
         for name, x in there.items()
-        if name in wanted or name not in known
+        if name in others or name in kernels or name not in known
       }
-      reading.require_same(checkpoint.path, reading.differences(there, expected))
+      reading.require_same(checkpoint.path, reading.differences(there, expected | kernels))
       self.require_same_adapters(checkpoint, ("alpha", "rs"))
       return {PARAMETERS: nested(expected)}
 
@@ -250,12 +268,52 @@ class ParameterReader:
       together=self.job.consensus,
       compared=True,
     )
-    arrays = named_leaves(tree[PARAMETERS])
+    arrays = named_leaves(tree[PARAMETERS]) | self._quantized(found, wanted)
     rest = {name: x for name, x in wanted.items() if name not in arrays}
     if rest and (base := Base.of(found.record)) is not None:
       more, _ = self._frozen(base, rest, base.folder, str(folder))
       arrays |= more
     return folder, found.step, arrays
+
+  def _to_quantize(
+    self, wanted: Mapping[str, jax.ShapeDtypeStruct], there: Mapping[str, Any]
+  ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what is wanted as it is there; and the kernels that are there before quantization."""
+    if self.job.config.training.frozen_dtype not in QUANTIZED:
+      return dict(wanted), {}
+    spec, (others, kernels) = model_spec(self.job.config), quantized_base.split_parts(wanted)
+    found = {}
+    for name, parts in kernels.items():
+      if name in there:
+        kind = spec.format_of(name)
+        found[name] = quantized_base.whole_kernel(kind, parts, there[name].dtype)
+      else:
+        others |= {name.removesuffix("kernel") + part: leaf for part, leaf in parts.items()}
+    return others, found
+
+  def _quantized(
+    self, checkpoint: Verified, wanted: Mapping[str, jax.ShapeDtypeStruct]
+  ) -> dict[str, jax.Array]:
+    """Reads the kernels that a run has not quantized, one at a time, and quantizes them."""
+    if self.job.config.training.frozen_dtype not in QUANTIZED:
+      return {}
+    arrays, spec = {}, model_spec(self.job.config)
+    there = {
+      name.removeprefix(_PREFIX): x for name, x in reading.stored_arrays(checkpoint.path).items()
+    }
+    for name, leaf in self._to_quantize(wanted, there)[1].items():
+      tree = reading.read_arrays(
+        dataclasses.replace(checkpoint, large=()),  # which have been verified
+        {PARAMETERS: nested({name: leaf})},
+        branches=(PARAMETERS,),
+        together=self.job.consensus,
+        compared=True,
+      )
+      [kernel] = jax.tree.leaves(tree)
+      parts = quantized_base.split_parts(wanted)[1][name]
+      shard = quantized_base.of_array(kernel)
+      arrays |= quantized_base.quantize(spec.format_of(name), name, parts, shard)
+    return arrays
 
   def _of_model_folder(
     self, location: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
@@ -263,10 +321,17 @@ class ParameterReader:
     """Reads what a model folder has of these parameters; adapters are in none."""
     from interop import read_weights  # of runs that begin with a model folder alone
 
-    source = read_weights.open_folder(location, model_spec(self.job.config), _KEY)
+    spec = model_spec(self.job.config)
+    source = read_weights.open_folder(location, spec, _KEY)
     there = {name: leaf for name, leaf in wanted.items() if name in source.parts}
     place = location if "://" in location else str(source.folder)
-    return place, None, read_weights.read(source, there)
+    arrays = read_weights.read(source, there)
+    if self.job.config.training.frozen_dtype in QUANTIZED:
+      with safetensors_file.Reader() as reader:
+        for name, parts in quantized_base.split_parts(wanted)[1].items():
+          shard = read_weights.shards_of(reader, source, name)
+          arrays |= quantized_base.quantize(spec.format_of(name), name, parts, shard)
+    return place, None, arrays
 
   def _of_adapter(
     self, location: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
@@ -337,6 +402,31 @@ class ParameterReader:
     if wrong:
       lines = [f"lora.{key}={new[key]!r} here, and {value!r} there" for key, value in wrong.items()]
       raise ValueError(f"{checkpoint.path} has other adapters: {'; '.join(lines)}; set them alike")
+
+
+def unquantized_parameters(job: Job, plain: Job, location: str) -> tuple[int, Any]:
+  """Returns step and parameters of a run with a quantized base, on the base as it was before.
+
+  Where the run has no base, and so has saved it quantized, its kernels are decoded.
+
+  Args:
+    job: the run's.
+    plain: the same with another `training.frozen_dtype`.
+    location: of the run.
+
+  Raises:
+    ValueError: the base cannot be read.
+  """
+  step, params, _ = model_state(job, location)  # which compares the digest of its base
+  base, own = Base.of_step(location, step), named_leaves(params)
+  if base is None:
+    return step, nested(quantized_base.decoded(model_spec(job.config), own))
+  wanted = named_leaves(plain.program.changing(plain.placed_state.params)[1])
+  own = {name: own[name] for name in named_leaves(plain.state.params) if name not in wanted}
+  del params  # the quantized kernels
+  where = plain.config.checkpoint.initialize_from or base.folder
+  _, _, arrays = ParameterReader(plain).read(where, wanted, step=base.step)
+  return step, nested(arrays | own)
 
 
 def _as_wanted(stored: Any, wanted: Any) -> Any:

@@ -192,10 +192,10 @@ def bytes_needed(
   total = 0
   for name, one in parameters.items():
     count = math.prod(shard_shape(one.shape, one.spec, whole))
-    wide = wide_dtype(jnp.dtype(one.dtype))
-    total += count * np.dtype(dtypes.get(name, wide)).itemsize
+    own = wide_dtype(jnp.dtype(one.dtype)) if name in trained else one.dtype
+    total += count * np.dtype(dtypes.get(name, own)).itemsize
     if name in trained:
-      total += count * wide.itemsize
+      total += count * own.itemsize
   return total
 
 

@@ -246,9 +246,11 @@ def _tensors(
   if signatures[0] != signatures[1]:
     odd = sorted({n for n, _ in signatures[0].items() ^ signatures[1].items()})
     raise ValueError(f"{what}s differ in name, shape or dtype: {', '.join(odd)}")
-  epsilons = {name: float(jnp.finfo(x.dtype).eps) for name, x in wanted.items()}
+  codes = {n for n, x in wanted.items() if jnp.issubdtype(x.dtype, jnp.integer)}  # never rounded
+  epsilons = {n: 0.0 if n in codes else float(jnp.finfo(x.dtype).eps) for n, x in wanted.items()}
   ours, wanted = ({name: _wide(x) for name, x in side.items()} for side in (ours, wanted))
-  everything = math.sqrt(sum(float(np.sum(np.square(x))) for x in wanted.values()))
+  squares = (np.sum(np.square(x)) for name, x in wanted.items() if name not in codes)
+  everything = math.sqrt(sum(map(float, squares)))
   return [
     _difference(what, name, ours[name], value, epsilons[name], everything)
     for name, value in wanted.items()
@@ -256,8 +258,9 @@ def _tensors(
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
-  """Returns bfloat16, in which frozen parameters may be, as a dtype that NumPy computes in."""
-  return x.astype(np.float32) if x.dtype == jnp.bfloat16 else x
+  """Returns bfloat16 and integers, which frozen parameters may be, as what NumPy computes in."""
+  narrow = x.dtype == jnp.bfloat16 or jnp.issubdtype(x.dtype, jnp.integer)
+  return x.astype(np.float32) if narrow else x
 
 
 def _difference(

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from input_pipeline.ramp import Shape
+from models.spec import QUANTIZED_PARTS
 from models.transformer import active_elements
 from partitioning import rules
 from partitioning.constraints import ActivationLayout, activation_layout
@@ -249,7 +250,7 @@ class Job:
 
   def parameter_counts(self) -> tuple[int, int]:
     """Returns the elements of all parameters, and of those that one token uses."""
-    elements = {p.name: math.prod(p.shape) for p in self.placements["parameters"].values()}
+    elements = {p.name: _elements(p) for p in self.placements["parameters"].values()}
     return sum(elements.values()), active_elements(self.config.model, elements)
 
   def compile_train_step(
@@ -304,6 +305,15 @@ class Job:
       ),
       out_shardings=NamedSharding(self.mesh, PartitionSpec()),
     )
+
+
+def _elements(placement: Placement) -> int:
+  """Returns the elements of a parameter; of a quantized kernel all are those of its codes."""
+  name, count = placement.name, math.prod(placement.shape)
+  if not name.endswith(QUANTIZED_PARTS):
+    return count
+  in_a_byte = 2 if placement.dtype == jnp.uint8 else 1
+  return count * in_a_byte if name.endswith(QUANTIZED_PARTS[0]) else 0
 
 
 @dataclasses.dataclass(frozen=True)

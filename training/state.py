@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.spec import LAYERS, MIXER_LAYERS, MTP_LAYERS
+from models.spec import LAYERS, MIXER_LAYERS, MTP_LAYERS, QUANTIZED_PARTS
 from partitioning.dtypes import wide_dtype
 from partitioning.rules import named_leaves, nested
+from runtime.layer_kinds import QUANTIZED
 from runtime.suggest import most_similar
 from training.specs import StepSpec
 
@@ -75,16 +76,20 @@ def trainable(patterns: Sequence[str], names: Sequence[str]) -> frozenset[str]:
 def stored(params: Any, trained: frozenset[str], spec: StepSpec) -> Any:
   """Returns parameters in the dtypes of the trained and of the other ones.
 
-  The routers' biases are in float32 or wider: their steps are smaller than bfloat16 resolves.
+  The routers' biases are in float32 or wider: their steps are smaller than bfloat16 resolves. What
+  quantized kernels are stored as stays as it is; what is frozen beside them is in bfloat16.
   """
   wide_of = wide_dtype(jnp.dtype(spec.parameter_dtype))
+  frozen = "bfloat16" if spec.frozen_dtype in QUANTIZED else spec.frozen_dtype
 
-  def dtype(name: str) -> Any:
+  def dtype(name: str, own: Any) -> Any:
+    if name.endswith(QUANTIZED_PARTS):
+      return own
     if name in ROUTER_BIASES:
       return wide_of
-    return spec.parameter_dtype if name in trained else spec.frozen_dtype
+    return spec.parameter_dtype if name in trained else frozen
 
-  return nested({name: x.astype(dtype(name)) for name, x in named_leaves(params).items()})
+  return nested({name: x.astype(dtype(name, x.dtype)) for name, x in named_leaves(params).items()})
 
 
 def wide(tree: Any) -> Any:

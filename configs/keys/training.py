@@ -144,7 +144,8 @@ TRAINING: Rows = {
   # On resume: the frozen parameters would be others.
   "frozen_dtype": Key(
     Unset(str),
-    "Dtype of parameters that are not trained: bfloat16, or as parameter_dtype",
+    "Dtype of parameters that are not trained: bfloat16, or as parameter_dtype; int8 or nf4: so for"
+    " the kernels of a decoder's layers, in blocks, and bfloat16 for the others",
     resume=REFUSED,
   ),
   "compute_dtype": Key(

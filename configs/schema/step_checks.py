@@ -10,7 +10,7 @@ from configs.schema.data_checks import parts
 from configs.schema.model_checks import divisors, listed
 from runtime import rematerialization
 from runtime.extensions import kind_of_model
-from runtime.layer_kinds import beside_sparse
+from runtime.layer_kinds import QUANTIZED, QUANTIZED_BLOCK, beside_sparse
 from runtime.suggest import nearest
 from training.optimizer import optimizer_row, optimizers_with
 from training.tasks import DPO, GRPO
@@ -56,6 +56,7 @@ def precision_errors(training: ConfigDict, optimizer: ConfigDict) -> Iterator[st
   if stored not in STATE_DTYPES:  # the range of its row says so
     return
   frozen = tuple(dict.fromkeys(("bfloat16", stored)))
+  frozen += QUANTIZED
   if training.frozen_dtype not in frozen:
     yield _unknown("training.frozen_dtype", training.frozen_dtype, frozen)
   known = tuple(dict.fromkeys(name for names in STATE_DTYPES.values() for name in names))
@@ -81,6 +82,27 @@ def precision_errors(training: ConfigDict, optimizer: ConfigDict) -> Iterator[st
     yield (
       "training.gradient_reduction_dtype=float32 is narrower than training.compute_dtype=float64; "
       "leave it at compute"
+    )
+
+
+def quantized_errors(model: ConfigDict, training: ConfigDict) -> Iterator[str]:
+  """Yields why the frozen kernels of a model cannot be quantized."""
+  if training.frozen_dtype not in QUANTIZED:
+    return
+  given = f"training.frozen_dtype={training.frozen_dtype}"
+  if kind_of_model(model.name) != "transformer":
+    yield f"{given}: the kernels of decoders are quantized, and model.name={model.name} is none"
+  elif "*" in training.trainable:
+    yield (
+      f"{given}: all parameters are trained, and none is frozen; set lora.rank, or name those to "
+      f"train in training.trainable"
+    )
+  elif rest := model.model_size % QUANTIZED_BLOCK:
+    below = max(model.model_size - rest, QUANTIZED_BLOCK)
+    yield (
+      f"{given}: blocks of {QUANTIZED_BLOCK} elements along the model's width do not divide "
+      f"model.model_size={model.model_size}; make it {below} or "
+      f"{below + QUANTIZED_BLOCK}, or set training.frozen_dtype=bfloat16"
     )
 
 

@@ -330,6 +330,7 @@ CHECKS = (
   *(optimizer_checks.group_errors, optimizer_checks.optimizer_errors),
   *(_task, _registered, _forms, _timeouts),
   *(step_checks.precision_errors, step_checks.memory_errors, step_checks.matmul_errors),
+  step_checks.quantized_errors,
   *(step_checks.pipeline_errors, step_checks.local_dir_errors, step_checks.elastic_errors),
   *(data_checks.batch_errors, data_checks.skip_errors, data_checks.file_errors),
   *(data_checks.mixture_errors, data_checks.ramp_errors),

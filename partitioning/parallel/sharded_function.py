@@ -41,7 +41,7 @@ class Weight(Protocol):
   letters: str
 
   def effective_kernel(self) -> jax.Array:
-    """Returns the array to multiply by, in the dtype in which it is stored."""
+    """Returns the array to multiply by, as it is stored: one that is quantized has `astype`."""
 
   def low_rank(self) -> Any:
     """Returns `matmuls.LowRank`, what is added to the products; None: nothing is."""
@@ -106,7 +106,7 @@ class Operand:
 
   Attributes:
     letters: of its dims; "" of a scalar.
-    array: the argument.
+    array: the argument; of a kernel also what `astype` makes an array of this shape.
     inside: the same letters, in the order in which the function takes the dims; "": in theirs.
     kernel: whether it is a parameter, which is cast and gathered for the function.
     stored: whether the function takes it as `Stored`, and gathers it.
