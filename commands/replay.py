@@ -45,7 +45,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   run_tokenizer.adopt(config, str(workdir))
   restore.adopt_schedule(config.optimizer, workdir)
   [job] = build.prepare(flags.CONFIG)
-  replay.check(job.config.task, job.devices.sizes)
+  replay.check(job.config.task, job.devices.sizes, job.config.optimizer.outer_every_steps)
   shared = splits.sharing(job.config.processes.start_timeout_seconds)
   batches = splits.training_batches(job.config, shared)
   preflight_facts.about_to_run(job, {"train": batches.source}, workdir, writes=False)

@@ -107,7 +107,7 @@ def times(
 
 def _sent(term: terms.Term, size: int, wire: Wire, rates: Rates) -> Sent:
   """Returns a term with its time, as if nothing were hidden."""
-  seconds = term.runs * interconnect.seconds(term.kind, size, wire, rates)
+  seconds = term.runs / term.every * interconnect.seconds(term.kind, size, wire, rates)
   return Sent(term.kind, term.axes, size, term.runs, term.why, wire, seconds, seconds)
 
 

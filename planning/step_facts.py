@@ -23,6 +23,7 @@ from partitioning.parallel.split_sequence import fastest_way
 from partitioning.rules import Legend, Placement, axes_size, shard_shape, spec_axes
 from runtime.extensions import kind_of_model
 from training.setup import Job
+from training.specs import GROUPS
 from training.state import State
 from training.step import Program
 
@@ -112,6 +113,11 @@ class StepFacts:
   def trained(self) -> frozenset[str]:
     """Returns the names of the parameters that are trained."""
     return self.program.trained
+
+  @property
+  def summed_once_over(self) -> str | None:
+    """Returns the mesh axis over which microbatches, or steps of groups, are summed at last."""
+    return self.program.reduce_once_over or (GROUPS if self.program.spec.outer else None)
 
   @property
   def pipeline(self) -> Schedule | None:

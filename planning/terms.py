@@ -47,6 +47,7 @@ class Term:
     itemsize: bytes of an element.
     hidden: whether matmuls can run at the same time.
     arrays: that a run carries; elements are those of all of them.
+    every: steps between the steps that send it.
   """
 
   kind: str
@@ -57,6 +58,7 @@ class Term:
   itemsize: int
   hidden: bool = False
   arrays: int = 1
+  every: int = 1
 
 
 Source = Callable[[StepFacts], Iterator[Term]]
@@ -177,7 +179,9 @@ def gradient_reductions(step: StepFacts) -> Iterator[Term]:
   has the gradients of its tokens: of scales m (2 L + 1) D, of latent attention's down-projections m
   L D (Q + C + I) / f. Where fsdp gathers the latter they are summed without it too, although they
   are equal, which shard_map does not know; likewise adapters' halves that `tensor` does not split.
-  Tied embeddings have a gradient of each use, and both are reduced.
+  Tied embeddings have a gradient of each use, and both are reduced. Groups with an outer optimizer
+  sum no gradients over `data`, but every H steps, when they meet, what they have changed: the same
+  shards; the table has a step in which they do.
   """
   for one in _parameters(step):
     if one.placement.name in step.trained:
@@ -186,7 +190,7 @@ def gradient_reductions(step: StepFacts) -> Iterator[Term]:
 
 def _reductions(step: StepFacts, one: _Parameter) -> Iterator[Term]:
   name, letters, held = one.placement.name, one.placement.letters, spec_axes(one.placement.spec)
-  sizes, once = step.sizes, step.program.reduce_once_over
+  sizes, once = step.sizes, step.summed_once_over
   wide, split, whole = wide_dtype(one.placement.dtype).itemsize, one.split, one.whole
   # A parameter that such an axis shards sees the tokens of all devices along it, as experts do;
   # fsdp's shards are gathered.
@@ -213,8 +217,11 @@ def _reductions(step: StepFacts, one: _Parameter) -> Iterator[Term]:
     of_tensor = True
   else:
     yield reduce("all-reduce", (*rows, *(("tensor",) if half else ())), elements=whole)
-  if once:  # of all microbatches, when nothing is left to compute
-    yield Term("all-reduce", (once,), 1, one.shard * one.layers, f"{why}, added up", wide)
+  if once:  # of all microbatches, when nothing is left to compute; or of what groups have changed
+    apart = step.program.spec.outer
+    of = f"{why}, added up" if apart is None else f"what groups have changed of {name}"
+    every = 1 if apart is None else apart.every_steps
+    yield Term("all-reduce", (once,), 1, one.shard * one.layers, of, wide, every=every)
   if of_tensor or (one.vector and letters.endswith("H") and tensor):  # of a device's heads
     yield reduce(kind, ("tensor",), elements=whole)
   yield reduce("all-reduce", ("context",), elements=whole if one.vector else one.shard)
@@ -602,14 +609,15 @@ def scalars(step: StepFacts) -> Iterator[Term]:
   """Yields the all-reduces of scalars, and of a few numbers of each row.
 
   They have no time in a plan: XLA combines them with others. The sums of losses and of weights, of
-  each microbatch; of pipeline stages the sum of losses once more. The norm of the gradients: a
-  scalar for each parameter and each of its dims that is sharded while the squares are summed, where
-  replicas are sharded along the first dim that their number divides. Metrics of experts, with
-  sequence parallelism those of each row over tensor too; and in each pass of such a layer the most
-  tokens that any two devices exchange: where they are gathered it is a metric. With sequence
-  parallelism, the vision transformer's mean over the patches, b D.
+  each microbatch, or of groups with an outer optimizer loss and norm, of each step; of pipeline
+  stages the sum of losses once more. The norm of the gradients: a scalar for each parameter and
+  each of its dims that is sharded while the squares are summed, where replicas are sharded along
+  the first dim that their number divides. Metrics of experts, with sequence parallelism those of
+  each row over tensor too; and in each pass of such a layer the most tokens that any two devices
+  exchange: where they are gathered it is a metric. With sequence parallelism, the vision
+  transformer's mean over the patches, b D.
   """
-  sizes, once, runs = step.sizes, step.program.reduce_once_over, step.passes
+  sizes, once, runs = step.sizes, step.summed_once_over, step.passes
   rows = tuple(axis for axis in step.axes("batch") if axis != once)
   for axes, often in ((rows, runs.leave), ((once,) if once else (), 1), (("context",), runs.leave)):
     yield Term("all-reduce", axes, 2 * often, 1, "sums of losses and of weights", 4)

@@ -62,7 +62,7 @@ def reduced_once_over(
   asked = spec.gradient_reduction
   if asked == "microbatch" or sizes[REDUCED] == 1:
     return None
-  why = _reduction_obstacle(spec, sizes, parameters, variables)
+  why = reduction_obstacle(spec, sizes, parameters, variables)
   if why and asked == "step":
     raise ValueError(f"{REDUCTION}=step: {why}; set it to auto or microbatch")
   return None if why else REDUCED
@@ -93,9 +93,7 @@ def reduction_text(count: int, axis: str | None, *, gathered: bool = False) -> s
   return f"gradients of {count} microbatches: reduced {how}{more}"
 
 
-def _reduction_obstacle(
-  spec: StepSpec, sizes: Sizes, parameters: Placements, variables: Any
-) -> str:
+def reduction_obstacle(spec: StepSpec, sizes: Sizes, parameters: Placements, variables: Any) -> str:
   """Returns why gradients cannot be reduced once per step; "" if they can."""
   model = extensions.registered("model", spec.model)
   if model is not None and REDUCTION not in getattr(model, "READS", ()):

@@ -96,8 +96,14 @@ def prove(config: ConfigDict, platform: str, keep: Collection[str] = ()) -> None
     keep: dotted keys to leave unchanged.
 
   Raises:
-    ValueError: parameters in bfloat16, whose rounding is larger than what a comparison looks for.
+    ValueError: parameters in bfloat16, whose rounding is larger than what a comparison looks for,
+      or groups with an outer optimizer, whose steps no other mesh takes.
   """
+  if every := config.optimizer.outer_every_steps:
+    raise ValueError(
+      f"optimizer.outer_every_steps={every}: groups of devices take steps of their own, which no "
+      f"other mesh takes; compare with --set optimizer.outer_every_steps=0"
+    )
   values: dict[str, Any] = {
     "training.matmul_precision": "highest",
     "training.stochastic_rounding": None,

@@ -83,8 +83,13 @@ class Observed:
   updated: list[Array]
 
 
-def check(task: str, sizes: Mapping[str, int]) -> None:
-  """Raises ValueError for a task, or sizes of the mesh axes, whose steps cannot be replayed."""
+def check(task: str, sizes: Mapping[str, int], outer_every_steps: int = 0) -> None:
+  """Raises ValueError for a task, mesh sizes or an outer optimizer that cannot be replayed."""
+  if outer_every_steps:
+    raise ValueError(
+      f"optimizer.outer_every_steps={outer_every_steps}: a replay looks at a step of all devices, "
+      f"and groups have parameters of their own"
+    )
   if (stages := sizes.get("stage", 1)) > 1:
     raise ValueError(
       f"mesh.stage={stages}: a replay looks at the activations of whole rows in all layers, and a "

@@ -28,13 +28,13 @@ from runtime.devices import Devices, memory_bytes
 from runtime.executables import Executables, described
 from training import compiler_options
 from training.checkpointing.consensus import Together
-from training.specs import BatchSpec, Resolved, resolve
+from training.specs import GROUPS, BatchSpec, Resolved, resolve
 from training.state import State, merged, split
 from training.step import Program, make_program
 from training.tasks import DPO
 
-with epy.lazy_imports():  # of elastic runs, several microbatches, and state in the host's memory
-  from training import elastic, microbatches
+with epy.lazy_imports():  # of elastic runs, microbatches, groups, and state in the host's memory
+  from training import elastic, microbatches, outer
   from training.optimizers import host_state
 
 
@@ -359,6 +359,9 @@ def prepare(config: ConfigDict, devices: Devices, choices: Sequence[Any] = ()) -
     trained, _ = program.split(state.params)
     moved = host_state.on_host(placements["optimizer"], program.stack, trained, state.optimizer)
     placements = {**placements, "optimizer": moved}
+  if groups := resolved.step.outer:
+    of_groups = outer.placed(placements["optimizer"], groups.groups)
+    placements = {**placements, "optimizer": of_groups}
   if not devices.described:  # a plan says whether it fits devices that are not attached
     _check_memory(resolved.memory_limit_gib, placements, devices)
   return Job(
@@ -377,6 +380,9 @@ def _sharded(
 ) -> Program:
   """Returns a program with the shardings of its gradients, and what follows from these."""
   spec, sizes = program.spec, devices.sizes
+  if spec.outer is not None:
+    outer.check_groups(spec, sizes, parameters, program.variables)
+    sizes = {**sizes, GROUPS: 1}  # no step sums anything over them
   placed = rules.shardings(params, parameters, mesh)
   specs = jax.tree.map(lambda sharding: sharding.spec, placed)
   spread = jax.tree.map(lambda leaf, spec: rules.spread(spec, leaf.shape, sizes), params, specs)
@@ -450,12 +456,16 @@ def _verdict(
       key = jax.eval_shape(jax.random.key, 0)
       jax.eval_shape(program.sums, state.params, microbatch, key, state.variables)
 
+  optimizer, init = state.optimizer, program.optimizer.init
+  if resolved.step.outer is not None:
+    optimizer = jax.eval_shape(outer.of_one_group, optimizer)
+    init = lambda params: outer.of_one_group(program.optimizer.init(params))  # noqa: E731
   return check_layout(
     state.params,
-    state.optimizer,
+    optimizer,
     batch,
     trace,
-    optimizer_init=program.optimizer.init,
+    optimizer_init=init,
     names=resolved.model.parameters,
     batch_letters=resolved.batch.letters,
     legend=resolved.model.legend,

@@ -15,6 +15,25 @@ from partitioning.verdict import TABLES
 from training.optimizers.spec import OptimizerSpec
 from training.tasks import TASKS
 
+GROUPS = "data"  # the mesh axis along which the groups of an outer optimizer are
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OuterSpec:
+  """The outer optimizer of groups that train on their own; see `training.outer`.
+
+  Attributes:
+    groups: how many there are.
+    every_steps: after so many steps they meet.
+    learning_rate: by which the parameters follow the mean of the groups' changes.
+    momentum: of these changes, Nesterov's.
+  """
+
+  groups: int
+  every_steps: int
+  learning_rate: float
+  momentum: float
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSpec:
@@ -25,6 +44,7 @@ class StepSpec:
     layers: of the model; 0 of one that has no such key.
     clip_norm: limit for the norm of all gradients, which the step applies; 0: none.
     activations: dim name -> mesh axes, the table `partitioning.activations`.
+    outer: the optimizer of groups; None: all devices take each step together.
   """
 
   seed: int
@@ -48,6 +68,7 @@ class StepSpec:
   clip_norm: float
   state_memory: str
   activations: Mapping[str, tuple[str, ...]]
+  outer: OuterSpec | None = None
 
   def microbatches_on(self, sizes: Mapping[str, int]) -> int:
     """Returns the microbatches of a step, those of a pipeline included; sizes are the mesh's."""
@@ -149,6 +170,7 @@ def resolve(config: ConfigDict) -> Resolved:
       clip_norm=0.0 if keys.clip_groups or keys.clip_quantile else keys.clip_norm,
       state_memory=keys.state_memory,
       activations={name: tuple(axes) for name, axes in tables.activations.items()},
+      outer=_outer(keys, config.mesh_dcn[GROUPS]),
       **{name: training[name] for name in fields if name in training},
     ),
     batch=BatchSpec(
@@ -164,6 +186,18 @@ def resolve(config: ConfigDict) -> Resolved:
       max_replicated_bytes=tables.max_replicated_bytes,
     ),
     memory_limit_gib=config.memory_limit_gib,
+  )
+
+
+def _outer(keys: ConfigDict, groups: int) -> OuterSpec | None:
+  """Returns the outer optimizer of the section `optimizer`, for so many groups."""
+  if not keys.outer_every_steps:
+    return None
+  return OuterSpec(
+    groups=groups,
+    every_steps=keys.outer_every_steps,
+    learning_rate=keys.outer_learning_rate,
+    momentum=keys.outer_momentum,
   )
 
 

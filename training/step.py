@@ -25,10 +25,10 @@ from training.specs import Resolved, StepSpec
 from training.state import ROUTER_BIASES, State, merged, split, stored, trainable, wide
 from training.tasks import TASKS
 
-with epy.lazy_imports():  # of experts, several microbatches, state on the host or in bfloat16
+with epy.lazy_imports():  # of experts, microbatches, groups, state on the host or in bfloat16
   from models import load_balance
   from partitioning.parallel import batch_region
-  from training import microbatches
+  from training import microbatches, outer
   from training.optimizers import host_state, low_precision
 
 if TYPE_CHECKING:
@@ -230,7 +230,10 @@ class Program:
 
     Random keys are folded from (seed, step), so they do not depend on where a run started.
     """
-    return self.step_and_gradients(state, batch)[:2]
+    step = lambda state, batch: self.step_and_gradients(state, batch)[:2]  # noqa: E731
+    if self.spec.outer is not None:
+      return outer.train_step(self.spec.outer, step, self.split, state, batch)
+    return step(state, batch)
 
   def step_and_gradients(
     self, state: State, batch: Batch
@@ -316,6 +319,8 @@ def make_program(resolved: Resolved) -> Program:
     store = functools.partial(_cast, spec.parameter_dtype)
   given = spec, build, letters, stacks, graphdef, params, variables_of(model), trained
   schedule = learning_rate_schedule(keys, keys.steps)
+  if spec.outer is not None:
+    optimizer = outer.around(spec.outer, optimizer)
   return Program(*given, optimizer, gradient_point(keys), update, store, schedule)
 
 

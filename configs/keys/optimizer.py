@@ -4,6 +4,7 @@ from configs.keys.row import MAY_CHANGE, REFUSED, Key, Rows, Unset
 from runtime.forms import MOST_STEP
 
 WSD = "optimizer.schedule=wsd"
+OUTER = "optimizer.outer_every_steps"
 MOST_NORMS = 64  # that are stored on every device
 
 OPTIMIZER: Rows = {
@@ -132,6 +133,29 @@ OPTIMIZER: Rows = {
     (),
     "Exponential moving averages of the parameters, one for each decay: (0.999, 0.9999)",
     resume=REFUSED,
+  ),
+  # On resume: the state has the groups' parameters.
+  "outer_every_steps": Key(
+    0,
+    "DiLoCo: the mesh_dcn.data groups train on their own, and after so many steps an outer "
+    "optimizer moves the parameters by the mean of their changes; 0: off",
+    unit="steps",
+    least=0,
+    excludes={
+      "training.elastic": "a group that is missing takes its parameters with it",
+      "training.check_memory": "it follows one copy of the parameters",
+      "training.router_bias_rate": "the biases of routers move in each step, for all groups alike",
+      "training.parameter_dtype=bfloat16": "changes of several steps are summed in float32",
+      "optimizer.state_memory=host": "the host has no state of each group",
+      "optimizer.ema_decays": "parameters change in one step of many",
+      "mesh.stage": "a schedule of stages is for all rows of a batch",
+    },
+    resume=REFUSED,
+  ),
+  "outer_learning_rate": Key(0.7, "of the outer optimizer", above=0, needs=OUTER),
+  # On resume: without it there is no such state.
+  "outer_momentum": Key(
+    0.9, "of the outer optimizer, Nesterov's", least=0, below=1, resume=REFUSED, needs=OUTER
   ),
   "clip_norm": Key(1.0, "of the global gradient norm; 0: off", least=0),
   "clip_groups": Key(

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict, config_dict
 
 from configs.schema import recipes
 from runtime.suggest import nearest
-from training.optimizer import DefaultScale, optimizer_keys, optimizer_row
+from training.optimizer import DefaultScale, optimizer_keys, optimizer_row, optimizers_with
 
 # ------------------------------ the optimizer's own values ------------------------------
 
@@ -66,14 +66,61 @@ def optimizer_errors(optimizer: ConfigDict) -> Iterator[str]:
       )
 
 
+def outer_errors(
+  optimizer: ConfigDict,
+  training: ConfigDict,
+  partitioning: ConfigDict,
+  mesh: ConfigDict,
+  mesh_dcn: ConfigDict,
+) -> Iterator[str]:
+  """Yields what does not go with groups that train on their own."""
+  every, steps = optimizer.outer_every_steps, training.steps
+  if not every:
+    return
+  key = f"optimizer.outer_every_steps={every}"
+  if mesh_dcn.data < 2:
+    yield (
+      f"{key} with mesh_dcn.data={mesh_dcn.data}: groups of devices train on their own, and there "
+      f"is one; set mesh_dcn.data to their number"
+    )
+  if mesh.data != 1:
+    yield (
+      f"{key} with mesh.data={mesh.data}: the devices of a group split their batch by fsdp; set "
+      f"mesh.data=1 and mesh.fsdp={mesh.data}"
+    )
+  if steps % every:
+    whole = steps // every * every
+    near = [str(n) for n in (whole, whole + every) if n]
+    yield (
+      f"{key} with training.steps={steps}: the parameters would lack what the last {steps - whole} "
+      f"steps have changed; set training.steps to a multiple of it, such as {' or '.join(near)}"
+    )
+  if split := [dim for dim, axes in partitioning.optimizer.items() if "data" in axes]:
+    yield (
+      f"{key} with partitioning.optimizer.{split[0]}={tuple(partitioning.optimizer[split[0]])}: "
+      f"each group has all of its optimizer's state; leave data out, fsdp splits it"
+    )
+  groups = [group for group in optimizer.groups if isinstance(group, dict)]
+  names = dict.fromkeys([optimizer.name, *(one["name"] for one in groups if "name" in one)])
+  if others := [name for name in names if not optimizer_row(name).elementwise]:
+    yield (
+      f"{key} with {' and '.join(others)}: it may exchange matrices between all devices, or take "
+      f"gradients elsewhere; take one of "
+      f"{', '.join(optimizers_with(lambda row: row.elementwise))}"
+    )
+
+
 def optimizer_text(optimizer: ConfigDict) -> str:
   """Returns a line about the optimizer of a finalized config, its derived values filled in."""
   decay = f", weight decay {optimizer.weight_decay:g}" if optimizer.weight_decay else ""
   warmup = optimizer.warmup_steps
   rises = f" after {warmup:,} step{'' if warmup == 1 else 's'} of warm-up" if warmup else ""
+  outer = ""
+  if every := optimizer.outer_every_steps:
+    outer = f"; groups meet every {every:,} step{'' if every == 1 else 's'}"
   return (
     f"optimizer: {optimizer.name}, learning rate {optimizer.learning_rate:g}{decay}; schedule: "
-    f"{optimizer.schedule}{rises}"
+    f"{optimizer.schedule}{rises}{outer}"
   )
 
 
@@ -84,6 +131,7 @@ EXAMPLE = '({"parameters": "embed/*", "learning_rate": 1e-3, "weight_decay": 0.0
 SHARED = (
   *("groups", "ema_decays", "state_dtype", "state_memory", "schedule", "final_fraction"),
   *("clip_groups", "clip_quantile", "clip_window"),
+  *("outer_every_steps", "outer_learning_rate", "outer_momentum"),
   *("warmup_steps", "warmup_tokens", "decay_steps", "decay_tokens", "decay"),
 )
 

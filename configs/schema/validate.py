@@ -328,6 +328,7 @@ def _timeouts(processes: ConfigDict) -> Iterator[str]:
 CHECKS = (
   *(_clipping, _averages, _schedule),
   *(optimizer_checks.group_errors, optimizer_checks.optimizer_errors),
+  optimizer_checks.outer_errors,
   *(_task, _registered, _forms, _timeouts),
   *(step_checks.precision_errors, step_checks.memory_errors, step_checks.matmul_errors),
   step_checks.quantized_errors,

@@ -80,6 +80,13 @@ STRATEGIES = {
     "single",
     {"mesh.data": 4, "mesh.context": 2, "model.context_attention": "ulysses"},
   ),
+  "groups of fsdp=2 x tensor=2, meeting": (
+    "single",
+    {
+      **{"mesh_dcn.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
+      **{"optimizer.outer_every_steps": 4, "training.steps": 8},
+    },
+  ),
 }
 # Of the vision transformer.
 VIT_STRATEGIES = {

@@ -1,8 +1,8 @@
-"""Small hybrid decoders, three layers with a mixer to one with attention, and their meshes."""
+"""Small hybrid decoders, two layers with a mixer to one with attention, and their meshes."""
 
 from tests.parity.comparison import ADAPTERS
 
-TYPES = {"model.layers": 4, "model.layer_types": ("mixer", "mixer", "mixer", "full")}
+TYPES = {"model.layers": 3, "model.layer_types": ("mixer", "mixer", "full")}
 # Beside the sizes of tests/helpers/jobs.py, each another than the others.
 DELTA = {
   **TYPES,

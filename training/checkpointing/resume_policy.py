@@ -20,6 +20,7 @@ STEPS, CODE = "training.steps", "versions.code"
 FILES = "code_files"  # of a record: name -> digest of what versions.code covers
 SCHEDULE, FINAL_FRACTION = "optimizer.schedule", "optimizer.final_fraction"
 DECAY_STEPS = "optimizer.decay_steps"
+GROUPS, OUTER = "mesh_dcn.data", "optimizer.outer_every_steps"
 UNSET = "(unset)"
 _NAMED = 8  # so many files are named in a message
 
@@ -112,6 +113,8 @@ def _needs(key: str, both: Mapping[str, tuple], done: int) -> str:
   if key == DECAY_STEPS and all(isinstance(one, int) for one in (*steps, *both[key])):
     begins = (total - decay for total, decay in zip(steps, both[key], strict=True))
     return MAY_CHANGE if all(done <= first for first in begins) else ACCEPT
+  if key == GROUPS and both.get(OUTER, (0, 0))[1]:  # each has parameters of its own
+    return REFUSED
   if key in _STATE and all(value != UNSET for value in both[key]):
     before, after = map(_STATE[key], both[key])
     return ACCEPT if before == after else REFUSED
