@@ -202,7 +202,7 @@ class Job:
       shared = [repr(self.program.gathered), repr(self.program.reduce_once_over)]
       key = store.key(name, [*own, *shared])
       if found := store.load(name, key, devices):
-        return self._compiled(found, began, stored=True)
+        return self._timed(found, began, stored=True)
 
     def finish(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
       return compiler_options.compile_with(lowered, self.compiler_defaults, given)
@@ -210,9 +210,9 @@ class Job:
     lowered = self._lowered(function, *arguments, activations=activations, **jit)
     with self.tracing(activations):
       compiled = store.compiled(name, key, lowered, finish, devices) if store else finish(lowered)
-    return self._compiled(compiled, began)
+    return self._timed(compiled, began)
 
-  def _compiled(
+  def _timed(
     self, function: jax.stages.Compiled, began: float, *, stored: bool = False
   ) -> "Compiled":
     function = transfers.alone_at_first(function, self.devices.platform)
