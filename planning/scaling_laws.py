@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import threadpoolctl
 from scipy import optimize, stats
 
 COVERAGE = 0.9  # of each interval
@@ -390,12 +391,13 @@ def fit_law(observations: Sequence[Observation], *, draws: int = DRAWS, seed: in
   """
   _check(observations)
   points, even = _Points(observations), np.ones(len(observations))
-  found = [_minimize(start, points, even) for start in _starts(points, even)]
-  best = min(found, key=lambda result: result.fun).x
-  law = points.law(best)
   random = np.random.default_rng(seed)
   weights = [_weights(observations, random) for _ in range(draws)]
-  laws = tuple(points.law(_minimize(best, points, one).x) for one in weights)
+  with threadpoolctl.threadpool_limits(1):  # L-BFGS starts threads for its five numbers
+    found = [_minimize(start, points, even) for start in _starts(points, even)]
+    best = min(found, key=lambda result: result.fun).x
+    laws = tuple(points.law(_minimize(best, points, one).x) for one in weights)
+  law = points.law(best)
   settings = _settings(observations)
   freedom = len(settings) - COEFFICIENTS
   residuals = np.array(
