@@ -146,9 +146,10 @@ def test_the_coefficients_of_losses_without_noise_are_recovered():
 def test_intervals_hold_the_loss_of_larger_runs_about_as_often_as_they_say():
   """With noise of half a percent, and up to 64 times the compute of the largest run."""
   random = np.random.default_rng(1)
-  held, halves = [], []
+  held, halves, noises = [], [], []
   for _ in range(10):
     fit = scaling_laws.fit_law(ladder(noise=0.005, random=random), draws=30)
+    noises.append(fit.noise)
     for factor in (0.03, 0.3, 1, 8):
       parameters, tokens = 2e6 * factor, 1e9 * factor
       loss = scaling_laws.predict(fit, parameters, tokens).loss
@@ -158,6 +159,20 @@ def test_intervals_hold_the_loss_of_larger_runs_about_as_often_as_they_say():
       halves.append(log_error / width < 0.5)
   assert np.mean(held) > 0.8
   assert np.mean(halves) < 0.9
+  assert np.mean(noises) == pytest.approx(0.005, rel=0.15)
+
+
+def test_settings_are_drawn_with_replacement_and_then_seeds_of_each():
+  runs = ladder(seeds=3)
+  draws = [
+    scaling_laws._weights(runs, np.random.default_rng(seed)).reshape(12, 3) for seed in range(20)
+  ]
+  assert all(draw.sum() == 36 for draw in draws)
+  assert all({*draw.sum(axis=1)} <= {*range(0, 37, 3)} for draw in draws)
+  # Of 12 settings a third is left out by most draws, and of three seeds one by most settings.
+  assert 0.25 < np.mean([draw.sum(axis=1) == 0 for draw in draws]) < 0.45
+  drawn = np.concatenate([draw[draw.sum(axis=1) == 3] for draw in draws])
+  assert 0.6 < np.mean(drawn.max(axis=1) > 1) < 0.95
 
 
 def test_the_largest_runs_are_predicted_from_the_others_with_all_their_seeds():
