@@ -52,16 +52,16 @@ TIMES = (
 class QuickJob(Job):
   """A job that compiles nothing which another one has compiled."""
 
-  _compiled = {}  # noqa: RUF012 (of all jobs)
+  _programs = {}  # noqa: RUF012 (of all jobs)
 
   def compile(self, function, *arguments, **more):
     """Returns what was compiled for a job that computes the same."""
     config = self.config
     batch = tuple(x.shape for x in jax.tree.leaves(arguments[1:2]))
     key = (function.__name__, self.mesh.size, batch, config.training.steps, str(config.optimizer))
-    if key not in self._compiled:
-      self._compiled[key] = super().compile(function, *arguments, **more)
-    return self._compiled[key]
+    if key not in self._programs:
+      self._programs[key] = super().compile(function, *arguments, **more)
+    return self._programs[key]
 
 
 @functools.cache
