@@ -204,7 +204,7 @@ class Rollouts:
       position: of the run's rows.
 
     Raises:
-      TrainingStoppedError: sampler and trainer differ, or no answer has a reward.
+      TrainingStoppedError: sampler and trainer differ, or every reward has failed.
     """
     if not self.between(step) and self._made[0] == step - step % self._keys.updates:
       return self._made[1], {}
@@ -213,11 +213,6 @@ class Rollouts:
     ids = self._data.train.row_ids(step, position)
     given = self._data.train.source, ids, self._keys.answers, step
     scored = self._scored(state.params, state.variables, *given)
-    if np.isnan(scored.values).all():
-      raise TrainingStoppedError(
-        f"step {step + 1}: the reward of every answer has failed, so that there is nothing to "
-        f"learn from; training stops"
-      )
     batch = self._placed(scored, self._keys.answers)
     most = self._compared(state, batch, scored.rows, step)
     if self._keys.kl:
@@ -267,6 +262,12 @@ class Rollouts:
       [prompts[row] for row in firsts],
       [[self._text(answers, row + k) for k in range(group)] for row in firsts],
     )
+    if np.isnan(values).all():
+      where = f"evaluation batch {step + 1}" if of_evaluation else f"step {step + 1}"
+      raise TrainingStoppedError(
+        f"{where}: the reward of every answer has failed, so that there is nothing to learn from; "
+        f"the first failure is printed above"
+      )
     counts = answers.lengths[rows]
     metrics |= {"answer_tokens": float(counts.mean())}
     metrics |= {"answers_cut": float(1 - answers.ended[rows].mean())}

@@ -40,6 +40,7 @@ def open_source(
 ) -> Source:
   """Opens a split of text or images; arguments and errors are those of `row_source.open_source`."""
   if data.name == catalog.PROMPTS:
+    _check_split(data, split)
     from input_pipeline.text import prompts  # no other data needs it
 
     return prompts.open_source(data, split, tick)
@@ -59,12 +60,7 @@ def documents_of(
     return prepared, np.arange(len(prepared.documents)), name
   from input_pipeline.text import preparation  # no other data needs it
 
-  if split not in SPLITS:
-    raise ValueError(
-      f"data.name={data.name!r} has no split {split!r}; it has {' and '.join(SPLITS)}, the latter "
-      f"data.evaluation_fraction of the documents (of a single text file its end), or those of "
-      f"data.evaluation_files"
-    )
+  _check_split(data, split)
   apart = bool(data.evaluation_files)
   key = "data.evaluation_files" if apart and split == "test" else "data.files"
   spec = data.evaluation_files if apart and split == "test" else data.files
@@ -76,6 +72,16 @@ def documents_of(
     which = f"last {100 * share:g}" if split == "test" else f"first {100 - 100 * share:g}"
     return prepared, _of_divided(prepared, data, split, spec), f"{name} ({which} % of {spec})"
   return prepared, _side(prepared, data, split, spec), name
+
+
+def _check_split(data: Any, split: str) -> None:
+  """Raises ValueError for a split that files do not have."""
+  if split not in SPLITS:
+    raise ValueError(
+      f"data.name={data.name!r} has no split {split!r}; it has {' and '.join(SPLITS)}, the latter "
+      f"data.evaluation_fraction of the documents (of a single text file its end), or those of "
+      f"data.evaluation_files"
+    )
 
 
 def _of_divided(prepared: store.Prepared, data: Any, split: str, spec: str) -> np.ndarray:

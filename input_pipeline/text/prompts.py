@@ -67,7 +67,7 @@ def open_source(data: Any, split: str, tick: Callable) -> Source:
       first.
   """
   apart = bool(data.evaluation_files)
-  held_out = apart and split == data.evaluation_split
+  held_out = apart and split == "test"
   spec = data.evaluation_files if held_out else data.files
   key = "data.evaluation_files" if held_out else "data.files"
   encoder = tokenizer.load(tokenizer.resolve(data))
@@ -75,7 +75,7 @@ def open_source(data: Any, split: str, tick: Callable) -> Source:
   if not apart and found:
     share = hashes < data.evaluation_fraction * _SHARE
     share |= hashes == hashes.min()  # of the smallest hash, so that there is always one
-    chosen = share if split == data.evaluation_split else ~share
+    chosen = share if split == "test" else ~share
     found = [one for one, taken in zip(found, chosen, strict=True) if taken]
     hashes = hashes[chosen]
   name = f"{data.name} {split} ({spec})"
