@@ -25,6 +25,7 @@ STARTS = 8  # of the grid, the best by their objective
 LARGEST_EXPONENT = 3.0
 COEFFICIENTS = 5
 LEAST_SETTINGS = 8  # else nearly all draws of the bootstrap would be the same
+NEAR_TOKENS = 0.1  # of the logarithm: so far are tokens of batches of several sizes the same
 PER_DRAW = 20  # values of the noise for each law of the bootstrap
 TRAINING_FLOPS = 6  # per parameter and token, a third of them forward
 
@@ -579,6 +580,13 @@ def optimal_size(
 # ------------------------------ learning rate and batch size ------------------------------
 
 
+def _same_size(first: Observation, second: Observation) -> bool:
+  """Returns whether runs have the same model and about as many tokens, in whole batches."""
+  apart = abs(math.log(first.tokens / second.tokens))
+  same = (first.parameters, first.unique_tokens) == (second.parameters, second.unique_tokens)
+  return same and apart < NEAR_TOKENS
+
+
 def best_values(observations: Sequence[Observation], name: str) -> list[BestValue]:
   """Returns the best of the tried values of each setting that has tried at least three.
 
@@ -587,10 +595,14 @@ def best_values(observations: Sequence[Observation], name: str) -> list[BestValu
       learning rate and batch size was swept too, its best is taken at each value.
     name: "learning_rate" or "batch_size".
   """
-  seeds = collections.defaultdict(list)
+  seeds, firsts = collections.defaultdict(list), []
   for one in observations:
-    if getattr(one, name) is not None:
-      seeds[one.setting, getattr(one, name), one.learning_rate, one.batch_size].append(one.loss)
+    if getattr(one, name) is None:
+      continue
+    near = [first for first in firsts if _same_size(first, one)]
+    firsts += [] if near else [one]
+    setting = (near or [one])[0].setting
+    seeds[setting, getattr(one, name), one.learning_rate, one.batch_size].append(one.loss)
   tried = collections.defaultdict(lambda: collections.defaultdict(lambda: math.inf))
   for (setting, value, *_), losses in seeds.items():
     tried[setting][value] = min(tried[setting][value], float(np.mean(losses)))

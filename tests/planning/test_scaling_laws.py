@@ -212,6 +212,20 @@ def test_no_other_model_reaches_the_loss_of_the_one_for_serving_with_fewer_flops
   assert alone.prediction.loss.value <= same.min() * (1 + 1e-9)
 
 
+def test_tokens_that_whole_batches_round_belong_to_one_size():
+  runs = [
+    Observation(
+      parameters, round(1e6 / size) * size, 1 + math.log(size / 3e4) ** 2, batch_size=size
+    )
+    for parameters in (1e5, 4e5)
+    for size in (8e3, 1.6e4, 3.2e4, 6.4e4, 1.28e5)
+  ]
+  assert len({run.tokens for run in runs}) == 3
+  found = scaling_laws.best_values(runs, "batch_size")
+  assert [(one.parameters, one.at_edge) for one in found] == [(1e5, False), (4e5, False)]
+  assert found[0].value == pytest.approx(3e4, rel=0.02)
+
+
 def test_a_best_value_at_the_edge_is_left_out_and_a_known_power_law_is_found():
   def run(parameters, tokens, rate):
     best = 0.3 * parameters**-0.5 * tokens**0.1
