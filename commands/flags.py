@@ -56,7 +56,9 @@ def _typed_flag(kind: type, name: str, default: object, text: str) -> flags.Flag
 
 _text, _texts, _list = flags.DEFINE_string, flags.DEFINE_multi_string, flags.DEFINE_list
 _number, _float, _bool = (functools.partial(_typed_flag, kind) for kind in (int, float, bool))
-_OF_RUNS = "train evaluate sample export layout compare plan search doctor report replay sweep"
+_OF_RUNS = (
+  "train evaluate sample export layout compare plan search doctor report replay sweep forecast"
+)
 
 CONFIG = _of(
   " ".join(name for name, verb in VERBS.items() if verb.config != "none"),
@@ -93,8 +95,13 @@ HTML = _of("layout report check", _text("html", None, "The file for the page."))
 AGAINST = _of("layout compare", config_flag.ConfigFlag(_text("against", None, "The other config.")))
 SET = _of("compare", _texts("set", [], "key=value for both configs; repeatable."))
 WIDTHS = _of(
-  "coordcheck",
-  _list("widths", [], "Of the model, 64,128,256; by default 1/4, 1/2, 1 and 2 times its own."),
+  "coordcheck forecast",
+  _list(
+    "widths",
+    [],
+    "Of the model, 64,128,256; by default 1/4, 1/2, 1 and 2 times its own. forecast: of the small "
+    "runs; by default 1/4 to 1 times its own, of a budget of tokens half of these.",
+  ),
 )
 STEPS = _of("coordcheck", _number("steps", 5, "Optimizer steps at each width."))
 SVG = _of("coordcheck", _text("svg", None, "The file for a picture."))
@@ -110,7 +117,7 @@ NODES = _of(
   _number("nodes", None, "Also predict failures of so many nodes: goodput, saves, restarts."),
 )
 FAILURES = _of(
-  "plan",
+  "plan forecast",
   _float("failures_per_node_day", None, "Of a node and day; by default Llama 3's, docs/plan.md."),
 )
 MEMORY = _of(
@@ -118,16 +125,18 @@ MEMORY = _of(
   _bool("memory", False, "Also print the arrays at the peak of a device's memory."),
 )
 AXES = _of(
-  "search sweep",
+  "search sweep forecast",
   _text(
     "axes",
     None,
     "search: mesh axes whose size is searched, data,fsdp; by default all that the model has use "
     "for. sweep: what differs between the runs, KEY=A,B;KEY=C,D, or a file of lines KEY=A KEY=C, "
-    "or of Python with runs().",
+    "or of Python with runs(). forecast: what else differs between the small runs, seed=0,1.",
   ),
 )
-PARALLEL = _of("sweep", _number("parallel", 1, "Runs at a time, each in a process of its own."))
+PARALLEL = _of(
+  "sweep forecast", _number("parallel", 1, "Runs at a time, each in a process of its own.")
+)
 RANDOM = _of(
   "sweep",
   _number("random", 0, "Settings to draw by --seed, also of ranges LOW..HIGH; 0: all are taken."),
@@ -135,18 +144,46 @@ RANDOM = _of(
 HALVING = _of(
   "sweep", _bool("halving", False, "Stop the worse half of the settings, again and again.")
 )
-HOURS = _of("sweep", _float("hours", 0.0, "How long it may take; the runs save. 0: as it takes."))
+HOURS = _of(
+  "sweep forecast", _float("hours", 0.0, "How long it may take; the runs save. 0: as it takes.")
+)
 SLURM = _of("sweep", _bool("slurm", False, "Print the command of a Slurm array of what is left."))
-LAUNCHER = _of("sweep", _text("launcher", "", "Words before each run's command, such as srun's."))
+LAUNCHER = _of(
+  "sweep forecast", _text("launcher", "", "Words before each run's command, such as srun's.")
+)
 BATCH_SIZES = _of(
-  "search",
+  "search forecast",
   _list("global_batch_sizes", [], "Rows of a step to try: 64,128; by default the config's."),
 )
 COMPILATIONS = _of(
-  "search",
+  "search forecast",
   _number("compilations", 6, "The most settings that are compiled on each topology; 0: none."),
 )
-PRICE = _of("search", _texts("price", [], "CHIP=PRICE per chip-hour, such as v5p=4.2; repeatable."))
+PRICE = _of(
+  "search forecast", _texts("price", [], "CHIP=PRICE per chip-hour, such as v5p=4.2; repeatable.")
+)
+BUDGET = _of(
+  "forecast",
+  _text(
+    "budget",
+    None,
+    "What is to be spent: '$2000 on v6e-64', '500 chip-hours on h100:8', or '2e9 tokens [on ...]' "
+    "for the config's own model.",
+  ),
+)
+FLOPS = _of(
+  "forecast",
+  _list(
+    "flops",
+    [],
+    "Of training, that small runs of each width take: 1e11,4e11; by default those of 20 tokens per "
+    "parameter of the widest, a quarter and a sixteenth of these.",
+  ),
+)
+SERVED_TOKENS = _of(
+  "forecast",
+  _float("served_tokens", 0.0, "That the model will read and write; 0: as many as it trains on."),
+)
 CHANGED = _of("config", _bool("changed", False, "Print only what is not the recipe's."))
 JSON = _of(
   "config check",
@@ -209,7 +246,7 @@ def chosen_verb(words: list[str]) -> str:
       *first, last = owners
       named = f"verbs {', '.join(first)} and {last}" if first else f"verb {last}"
       raise ValueError(f"--{flag.name} belongs to the {named}, not to {verb}")
-  for flag in (*PATHS, DTYPE, TOPOLOGY, CHAPTER, AXES, BATCH_SIZES, WIDTHS):
+  for flag in (*PATHS, DTYPE, TOPOLOGY, CHAPTER, AXES, BATCH_SIZES, WIDTHS, BUDGET):
     if given(flag) and not flag.value:  # of a shell's variable that is not set, as a rule
       raise ValueError(f"--{flag.name}= is empty; give a value, or leave the flag out")
   for flag in (SYSTEM, SYSTEM_FILE):

@@ -60,19 +60,8 @@ def with_failures(plan: dict[str, Any], keys: ConfigDict, saves: ConfigDict) -> 
   """
   if not plan["fits"]:
     return ["goodput: none, as it does not fit"]
-  nodes = plan["nodes"] if flags.NODES.value is None else flags.NODES.value
-  rate = flags.FAILURES.value
-  rate = goodput.FAILURES_PER_NODE_DAY if rate is None else rate
-  if nodes < 1 or rate <= 0:
-    raise ValueError(f"--nodes={nodes} --failures-per-node-day={rate:g}: both must be above zero")
-  written = plan["state_bytes"] / nodes
-  faults = goodput.Faults(
-    nodes,
-    rate,
-    keys.save_seconds + written / plan["node_host_bandwidth"],
-    written / keys.storage_bandwidth,
-    keys.restart_seconds,
-  )
+  faults = faults_of(plan, keys)
+  nodes, rate = faults.nodes, faults.per_node_day
   step = plan["step_seconds"]["expected"]
   training = step * plan["steps"]
   best = goodput.best(training, step, faults)
@@ -100,7 +89,7 @@ def with_failures(plan: dict[str, Any], keys: ConfigDict, saves: ConfigDict) -> 
     with_memory = dataclasses.replace(
       faults,
       memory_interval_seconds=in_memory * step,
-      memory_block_seconds=written / plan["node_host_bandwidth"],
+      memory_block_seconds=plan["state_bytes"] / nodes / plan["node_host_bandwidth"],
       memory_covers=keys.memory_covers,
     )
     both = goodput.simulate(training, every_steps * step, with_memory)
@@ -112,6 +101,23 @@ def with_failures(plan: dict[str, Any], keys: ConfigDict, saves: ConfigDict) -> 
       f"{100 * both.again:.1f} %, saves {100 * both.saving:.1f} % of the time",
     )
   return lines
+
+
+def faults_of(plan: dict[str, Any], keys: ConfigDict) -> goodput.Faults:
+  """Returns what failures and saves cost a planned run; see `with_failures`."""
+  nodes = plan["nodes"] if flags.NODES.value is None else flags.NODES.value
+  rate = flags.FAILURES.value
+  rate = goodput.FAILURES_PER_NODE_DAY if rate is None else rate
+  if nodes < 1 or rate <= 0:
+    raise ValueError(f"--nodes={nodes} --failures-per-node-day={rate:g}: both must be above zero")
+  written = plan["state_bytes"] / nodes
+  return goodput.Faults(
+    nodes,
+    rate,
+    keys.save_seconds + written / plan["node_host_bandwidth"],
+    written / keys.storage_bandwidth,
+    keys.restart_seconds,
+  )
 
 
 def long_text(seconds: float) -> str:

@@ -44,7 +44,9 @@ _LAUNCHER = "launch: "  # before its own lines
 def run() -> int:
   """Makes the runs that are not there yet; writes the table, the page and sweep.csv."""
   settings, folder = _asked()
-  runs = _Runs(folder, settings, flags.PARALLEL.value, flags.HOURS.value)
+  named = zip(sweep_axes.names(settings), settings, strict=True)
+  entries = [Entry(name, dict(setting)) for name, setting in named]
+  runs = Runs(folder, entries, flags.PARALLEL.value, flags.HOURS.value)
   folder.mkdir(parents=True, exist_ok=True)
   if flags.SLURM.value:
     runs.write()
@@ -56,6 +58,11 @@ def run() -> int:
       runs.halve(until)
     runs.advance()
   runs.write()
+  return exit_code(runs)
+
+
+def exit_code(runs: "Runs") -> int:
+  """Returns the exit code of runs that have ended, and says if the command resumes some."""
   if runs.stop or runs.any(LEFT):
     say(f"stopped: {runs.counts()}; the same command resumes")
     return exit_codes.STOPPED
@@ -71,25 +78,13 @@ def _asked() -> tuple[list[sweep_axes.Setting], epath.Path]:
   if not flags.AXES.value:
     example = "--axes='optimizer.learning_rate=0.001,0.002;seed=0,1,2'"
     raise ValueError(f"sweep: what differs between the runs? Give {example}, or a file")
-  config, parallel = flags.CONFIG.value, flags.PARALLEL.value
-  draw, seed = flags.RANDOM.value, flags.SEED.value
+  config, draw, seed = flags.CONFIG.value, flags.RANDOM.value, flags.SEED.value
   settings = sweep_axes.read(flags.AXES.value, draw=draw, seed=seed)
   for one in settings:
-    _with(config, one)
-  if parallel < 1 or draw < 0 or not flags.HOURS.value >= 0:
-    raise ValueError("--parallel is at least 1, --random and --hours are at least 0")
-  elsewhere = _launcher()
-  if parallel > 1 and not elsewhere and not devices.simulates(flags.SIMULATE.value):
-    raise ValueError(
-      f"--parallel={parallel}: a run takes all {devices.hardware()} devices of this machine, so "
-      "one runs at a time; --slurm makes an array of the runs, --launcher starts them elsewhere"
-    )
-  default = f"runs/{config_flag.name(flags.CONFIG)}_sweep"
-  folder = epath.Path(flags.WORKDIR.value or default)
-  if not files.is_local(folder):
-    raise ValueError(f"--workdir={folder}: the folder of a sweep is a local one")
-  if run_files.is_run(folder):
-    raise ValueError(f"--workdir={folder} is the workdir of a run; a sweep has a folder of its own")
+    with_setting(config, one)
+  if draw < 0:
+    raise ValueError("--random is at least 0")
+  folder = folder_of("sweep", "--slurm makes an array of the runs, ")
   every = config.evaluation.every_steps
   varied = {"training.steps", "evaluation.every_steps"} & {*settings[0]}
   if flags.HALVING.value and (varied or not every):
@@ -114,7 +109,33 @@ def _launcher() -> list[str]:
   return words
 
 
-def _with(config: ConfigDict, setting: sweep_axes.Setting) -> ConfigDict:
+def folder_of(verb: str, otherwise: str = "") -> epath.Path:
+  """Returns the folder of many runs; raises ValueError for one that cannot be, or bad flags.
+
+  Args:
+    verb: that makes them.
+    otherwise: what is there in place of --parallel besides --launcher.
+  """
+  parallel = flags.PARALLEL.value
+  if parallel < 1 or not flags.HOURS.value >= 0:
+    raise ValueError("--parallel is at least 1, --hours at least 0")
+  elsewhere = _launcher()
+  if parallel > 1 and not elsewhere and not devices.simulates(flags.SIMULATE.value):
+    raise ValueError(
+      f"--parallel={parallel}: a run takes all {devices.hardware()} devices of this machine, so "
+      f"one runs at a time; {otherwise}--launcher starts them elsewhere"
+    )
+  folder = epath.Path(flags.WORKDIR.value or f"runs/{config_flag.name(flags.CONFIG)}_{verb}")
+  if not files.is_local(folder):
+    raise ValueError(f"--workdir={folder}: the folder of a {verb} is a local one")
+  if run_files.is_run(folder):
+    raise ValueError(
+      f"--workdir={folder} is the workdir of a run; a {verb} has a folder of its own"
+    )
+  return folder
+
+
+def with_setting(config: ConfigDict, setting: sweep_axes.Setting) -> ConfigDict:
   """Returns a copy of the config as parsed with a setting; raises ValueError for an unknown key."""
   copy = ConfigDict(config)
   known = {key: (section, last) for key, section, last in config_flag.keys(copy)}
@@ -123,7 +144,7 @@ def _with(config: ConfigDict, setting: sweep_axes.Setting) -> ConfigDict:
   return copy
 
 
-class _Runs:
+class Runs:
   """The runs of a sweep and their processes; a context manager that leaves no process behind.
 
   Attributes:
@@ -131,9 +152,7 @@ class _Runs:
     stop: a request to stop, while runs are started.
   """
 
-  def __init__(
-    self, folder: epath.Path, settings: Sequence[sweep_axes.Setting], parallel: int, hours: float
-  ):
+  def __init__(self, folder: epath.Path, entries: Sequence[Entry], parallel: int, hours: float):
     """Finds what is there; `hours` is how long it may take, 0: without a limit."""
     self.folder, self.stop = folder, None
     self._parallel, self._began = parallel, time.monotonic()
@@ -142,10 +161,9 @@ class _Runs:
     self._told: set[str] = set()  # the names of those of them that have had SIGTERM
     self._reaper: subprocess.Popen | None = None
     self._ended_at: list[float] = []
-    named = zip(sweep_axes.names(settings), settings, strict=True)
-    self.entries = [self._found(Entry(name, dict(setting))) for name, setting in named]
+    self.entries = [self._found(entry) for entry in entries]
 
-  def __enter__(self) -> "_Runs":
+  def __enter__(self) -> "Runs":
     """Starts what kills the runs if this process is killed."""
     self._reaper = subprocess.Popen(
       [sys.executable, reaper.__file__], stdin=subprocess.PIPE, bufsize=0, start_new_session=True
@@ -174,7 +192,7 @@ class _Runs:
     there = run_files.read(workdir)
     done = there.times is not None and there.times["done"]
     given = workdir / workdir_files.GIVEN
-    asked = forms.plain(_with(flags.CONFIG.value, entry.setting))
+    asked = forms.plain(with_setting(flags.CONFIG.value, entry.setting))
     same = given.exists() and files.read_json(given)["config"] == asked
     return dataclasses.replace(entry, run=there, state=DONE if done and same else LEFT)
 
@@ -187,10 +205,11 @@ class _Runs:
     states = [one.state for one in self.entries]
     return ", ".join(f"{states.count(name)} {name}" for name in dict.fromkeys(states))
 
-  def write(self) -> None:
-    """Prints the result, and writes sweep.csv and the page."""
+  def write(self, *, shown: bool = True) -> None:
+    """Writes sweep.csv and the page, and prints the result if it is to be shown."""
     result = sweep_report.Result(config_flag.name(flags.CONFIG), self.entries)
-    say(sweep_report.text(result, shutil.get_terminal_size((100, 24)).columns))
+    if shown:
+      say(sweep_report.text(result, shutil.get_terminal_size((100, 24)).columns))
     files.replace(self.folder / TABLE, sweep_report.table(result))
     if result.runs:
       page = self.folder / PAGE
@@ -361,7 +380,7 @@ def _words(entry: Entry) -> list[str]:
   return [f"--config.{key}={value}" for key, value in entry.setting.items()]
 
 
-def _write_array(runs: _Runs) -> None:
+def _write_array(runs: Runs) -> None:
   """Writes the lines that an array of Slurm reads, and prints the command that submits it."""
   for one in runs.entries:
     if wrong := [value for value in one.setting.values() if len(value.split()) != 1]:

@@ -142,6 +142,21 @@ VERBS = {
     alone=True,
     jax=False,
   ),
+  "forecast": Verb(
+    "predict what a large run will have learned, from small ones",
+    "Trains a ladder of small runs (--widths, --flops; with muP, after a coordinate check; an "
+    "ordinary sweep, which the same command resumes), fits a scaling law to their bits per byte, "
+    "and says with 90 % intervals what --budget='$2000 on v6e-64' or '2e9 tokens' buys: size, "
+    "loss, mesh, time, memory, cost, failures. --axes='seed=0,1' varies more, --served_tokens=N "
+    "weighs serving. Writes forecast.html and forecast.json. Exit code 3: activations depend on "
+    "the width, or nothing fits.",
+    (
+      "forecast configs/single:lm --budget='$2000 on v6e-64' --price=v6e=2.7",
+      "forecast configs/single:lm --budget='4e6 tokens' --widths=32,64,96 --flops=5e10,2e11",
+    ),
+    alone=True,
+    jax=False,
+  ),
   "config": Verb(
     "print the finalized config, and where each value comes from",
     "Each key with its value, unit and origin (default, recipe, file, override, derived "

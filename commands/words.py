@@ -218,7 +218,7 @@ def _add_places(
       if verb not in owners["checkpoint"] or flag != "config":
         raise ValueError(f"{word}: {verb} takes a run, not one of its checkpoints; give {folder}")
       line.flags.append(f"--checkpoint={word}")
-    of_run = verb in owners["workdir"] and verb != "sweep"  # which has a folder of its own
+    of_run = verb in owners["workdir"] and verb not in ("sweep", "forecast")  # of many runs
     if flag == "config" and of_run and not line.values("workdir"):
       line.flags.append(f"--workdir={folder}")
 

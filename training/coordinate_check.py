@@ -110,7 +110,7 @@ def widths(model: ConfigDict, given: Sequence[str]) -> list[int]:
   if wrong := [one for one in given if not one.strip().isdecimal()]:
     raise ValueError(f"--widths: {wrong[0]!r} is no whole number; such as --widths=64,128,256")
   chosen = sorted({int(one) for one in given})
-  step = _step(model)
+  step = width_step(model)
   if not given:
     chosen = [int(share * model.model_size) for share in DEFAULT]
     chosen = [width for width in chosen if width % step == 0 and width]
@@ -133,7 +133,7 @@ def _widths(model: ConfigDict) -> list[str]:
   return [*found, *(key for key in _EXPERT_WIDTHS if model.get("experts") and model[key])]
 
 
-def _step(model: ConfigDict) -> int:
+def width_step(model: ConfigDict) -> int:
   """Returns the number that a width must be a multiple of, so that all widths are whole numbers."""
   return model.model_size // math.gcd(*(model[key] for key in _widths(model)))
 
@@ -172,14 +172,20 @@ def of_width(config: ConfigDict, resolved: ConfigDict, width: int) -> ConfigDict
     resolved: the same config, finalized.
     width: of the model.
   """
-  config, ratio = copy.deepcopy(config), fractions.Fraction(width, resolved.model.model_size)
+  config = copy.deepcopy(config)
+  with config.unlocked():
+    config.update_from_flattened_dict({**_CONSTANT, **overrides(resolved, width)})
+  return config
+
+
+def overrides(resolved: ConfigDict, width: int) -> dict[str, Any]:
+  """Returns the dotted keys that give a finalized config's model another width; see `of_width`."""
+  ratio = fractions.Fraction(width, resolved.model.model_size)
   changed = {f"model.{k}": int(resolved.model[k] * ratio) for k in _widths(resolved.model)}
   if "head_size" in resolved.model:
     changed["model.head_size"] = resolved.model.head_size
   changed["optimizer.learning_rate"] = resolved.optimizer.learning_rate  # the same at all widths
-  with config.unlocked():
-    config.update_from_flattened_dict({**_CONSTANT, **changed})
-  return config
+  return changed
 
 
 # ------------------------------ training and recording ------------------------------

@@ -1,0 +1,159 @@
+"""Forecasts beside the runs that they predict, and an ablation that sweeps rank.
+
+  python -m benchmarks.forecast_accuracy --predict=bytes    # trains the ladder, writes the forecast
+  python -m benchmarks.forecast_accuracy --train=bytes      # trains the run, once it is predicted
+  python -m benchmarks.forecast_accuracy --ablation
+  python -m benchmarks.forecast_accuracy                    # prints the tables of docs/forecast.md
+
+The record is docs/forecast.json. A prediction is committed before its run is trained: the history
+of that file shows which was first. Each run predicted takes 8 times the compute of the largest of
+its ladder.
+"""
+
+import functools
+import json
+import pathlib
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from benchmarks.timing import job_of, table, trained
+from input_pipeline.batches import TrainingBatches
+from reports import forecast_report, run_files
+from reports.sweep_report import DONE, Entry, Result
+from training.splits import training_batches
+
+_PREDICT = flags.DEFINE_string("predict", None, "The pair whose ladder is trained.")
+_TRAIN = flags.DEFINE_string("train", None, "The pair whose large run is trained.")
+_ABLATION = flags.DEFINE_boolean("ablation", False, "Ten sweeps of an effect that is known.")
+
+ROOT = pathlib.Path(__file__).parents[1]
+RECORD = ROOT / "docs" / "forecast.json"
+RUNS = ROOT / "runs" / "forecast_accuracy"
+METRIC = "eval_bits_per_byte"
+_FAMILY = (
+  "model.layers=4 model.kv_heads=8 optimizer.learning_rate=0.002 data.global_batch_size=8 "
+  "evaluation.final_steps=400 metrics.report=False metrics.tensorboard=False"
+)
+_LADDER = "--widths=32,48,64,80,96 --flops=6e10,1e11,1.8e11,5e11"
+# Name -> the words of a forecast, whose budget is 8 times the compute of the last of --flops.
+PAIRS = {
+  "bytes": f"configs/single:model=lm,data=python_source {_FAMILY} {_LADDER} "
+  "--budget='754000 tokens'",
+}
+# Twice the width, with everything else the same, has the lower loss.
+WIDTHS, STEPS, SWEEPS, SEEDS = (32, 64), 60, 10, 3
+
+
+def predict(name: str, record: dict) -> None:
+  """Trains the ladder of a pair, and notes what is predicted."""
+  folder = RUNS / name
+  _application("forecast", *shlex.split(PAIRS[name]), f"--workdir={folder}")
+  found = json.loads((folder / "forecast.json").read_text())
+  [target] = found["targets"]
+  keys = ("parameters", "tokens", "flops", "bits_per_byte", "times_largest", "epochs", "train")
+  record["pairs"][name] = {
+    "runs": len(found["runs"]),
+    **{key: found[key] for key in ("coefficients", "noise", "held_out")},
+    **{key: target[key] for key in keys},
+  }
+
+
+def train(name: str, record: dict) -> None:
+  """Trains the run of a pair that is predicted, and notes its bits per byte."""
+  pair = record["pairs"][name]
+  folder = RUNS / f"{name}_predicted"
+  _application(*shlex.split(pair["train"])[2:], f"--workdir={folder}")
+  pair["measured"] = run_files.read(folder).points(METRIC)[-1][1]
+
+
+def _application(*words: str) -> None:
+  subprocess.run([sys.executable, "main.py", *words], cwd=ROOT, check=True)
+
+
+def ablation() -> dict[str, int]:
+  """Returns in how many sweeps the better width is first, and beyond the spread of seeds."""
+  entries = []
+  for width in WIDTHS:
+    keys = {"model.model_size": width, "model.layers": 2, "model.heads": width // 16}
+    keys |= {"model.kv_heads": width // 16, "model.base_width": 32, "training.steps": STEPS}
+    keys |= {"data.global_batch_size": 8, "optimizer.learning_rate": 8e-3}
+    job = job_of("lm", keys)
+    step, init = job.compile_train_step().function, job.compile_init().function
+    for seed in range(SWEEPS * SEEDS):
+      job.config.unlock()
+      job.config.seed = seed
+      batches = training_batches(job.config)
+      batch = functools.partial(_batch, batches, job.batch_shardings)
+      _, losses = trained(step, init(jax.random.key(seed)), batch, STEPS)
+      loss = float(np.mean(losses[-10:]))
+      entries.append((seed // SEEDS, width, seed, loss))
+  right = beyond = 0
+  for number in range(SWEEPS):
+    some = [
+      Entry(
+        f"{width}_{seed}", {"model.model_size": str(width), "seed": str(seed)}, DONE, _run(loss)
+      )
+      for sweep, width, seed, loss in entries
+      if sweep == number
+    ]
+    [effect] = Result("ablation", some).effects()
+    first = next(iter(effect.means)) == str(max(WIDTHS))
+    right += first
+    beyond += first and not effect.within
+  return {"sweeps": SWEEPS, "first": right, "beyond": beyond}
+
+
+def _batch(batches: TrainingBatches, shardings: Any, number: int) -> Any:
+  return batches.batch(number, shardings)
+
+
+def _run(loss: float) -> run_files.Run:
+  """Returns a run that has nothing but a last evaluation."""
+  evaluations = [{"step": STEPS, "eval_loss": loss}]
+  return run_files.Run("", "", {}, [], evaluations, [], None, [], None, [], 0)
+
+
+def rows(record: dict) -> list[list[str]]:
+  """Returns a row for each pair: what was predicted, and what came out."""
+  found = []
+  for name, pair in record["pairs"].items():
+    loss, measured = pair["bits_per_byte"], pair.get("measured")
+    cells = [name, str(pair["runs"]), f"{pair['parameters']:,}", f"{pair['tokens']:,.0f}"]
+    cells += [f"{pair['times_largest']:.2f}", forecast_report.interval(loss)]
+    if measured is None:
+      cells += ["not trained yet", ""]
+    else:
+      inside = "inside" if loss["low"] <= measured <= loss["high"] else "outside"
+      cells += [f"{measured:.3f}", f"{100 * (loss['value'] / measured - 1):+.2f} %, {inside}"]
+    found.append(cells)
+  return found
+
+
+def main(_: Sequence[str]) -> None:
+  """Adds to the record, and prints it."""
+  record = json.loads(RECORD.read_text()) if RECORD.exists() else {"pairs": {}, "ablation": {}}
+  if _PREDICT.value:
+    predict(_PREDICT.value, record)
+  if _TRAIN.value:
+    train(_TRAIN.value, record)
+  if _ABLATION.value:
+    record["ablation"] = ablation()
+  RECORD.write_text(json.dumps(record, indent=1) + "\n")
+  head = ["pair", "runs", "parameters", "tokens", "times the largest", "predicted", "measured"]
+  print(table([*head, "error"], rows(record)))
+  if found := record["ablation"]:
+    print(
+      f"ablation: width {max(WIDTHS)} is first in {found['first']} of {found['sweeps']} sweeps, "
+      f"beyond the spread of seeds in {found['beyond']}"
+    )
+
+
+if __name__ == "__main__":
+  app.run(main)
