@@ -14,8 +14,8 @@ docs/running.md.
 
 Exit codes: 0 done; 1 failed; 2 refused before anything started or was changed, or another run has
 taken over the workdir; 3 compare: they differ, coordcheck: sizes depend on the width, replay: a
-bad number or another loss, plan, search: nothing fits, check, doctor: something is wrong; 75
-stopped by SIGTERM or Ctrl-C after saving; 130 by a second Ctrl-C, without saving.
+bad number or another loss, plan, search, forecast: nothing fits, check, doctor: something is wrong;
+75 stopped by SIGTERM or Ctrl-C after saving; 130 by a second Ctrl-C, without saving.
 """
 
 import gc

@@ -38,14 +38,16 @@ RECORD = ROOT / "docs" / "forecast.json"
 RUNS = ROOT / "runs" / "forecast_accuracy"
 METRIC = "eval_bits_per_byte"
 _FAMILY = (
-  "model.layers=4 model.kv_heads=8 optimizer.learning_rate=0.002 data.global_batch_size=8 "
-  "evaluation.final_steps=400 metrics.report=False metrics.tensorboard=False"
+  "model.layers=4 model.kv_heads=8 optimizer.learning_rate=0.002 evaluation.final_steps=400 "
+  "metrics.report=False metrics.tensorboard=False"
 )
-_LADDER = "--widths=32,48,64,80,96 --flops=6e10,1e11,1.8e11,5e11"
+_SMALLER = "data.global_batch_size=4 --widths=32,48,64,80 --flops=8e10,1.4e11,2.6e11"
 # Name -> the words of a forecast, whose budget is 8 times the compute of the last of --flops.
 PAIRS = {
-  "bytes": f"configs/single:model=lm,data=python_source {_FAMILY} {_LADDER} "
-  "--budget='754000 tokens'",
+  "bytes": f"configs/single:model=lm,data=python_source {_FAMILY} data.global_batch_size=8 "
+  "--widths=32,48,64,80,96 --flops=6e10,1e11,1.8e11,5e11 --budget='754000 tokens'",
+  "bpe": f"configs/single:model=lm,data=python_source {_FAMILY} data.train_tokenizer=512 "
+  f"model.vocabulary_size=512 {_SMALLER} --budget='377000 tokens'",
 }
 # Twice the width, with everything else the same, has the lower loss.
 WIDTHS, STEPS, SWEEPS, SEEDS = (32, 64), 60, 10, 3

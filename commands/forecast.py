@@ -131,11 +131,12 @@ def _ladder(budget: Budget) -> Ladder:
     some, short = ladder.rungs(sizes, _flops(), data.global_batch_size * data.sequence_length)
     runs += [(one, setting) for one in some]
     left_out += short
-  if len({(one.size.width, one.compute) for one, _ in runs}) < scaling_laws.LEAST_SETTINGS:
+  settled = len({(one.size.width, one.compute) for one, _ in runs})
+  if settled < scaling_laws.LEAST_SETTINGS:
     raise ValueError(
-      f"--flops: {len(runs)} runs have at least {ladder.FEWEST_STEPS} steps of "
-      f"{config.data.global_batch_size} rows, too few for a scaling law; give more compute, or "
-      "smaller batches: --axes='data.global_batch_size=8'"
+      f"--widths, --flops: {settled} pairs of a width and its tokens have at least "
+      f"{ladder.FEWEST_STEPS} steps, and a scaling law needs {scaling_laws.LEAST_SETTINGS}; give "
+      f"more of them, or a smaller batch to the ladder: --axes='data.global_batch_size=8'"
     )
   named = _entries(runs, settings)
   resolved = finalize.finalize(sweep.with_setting(config, named[0].setting), "cpu")
