@@ -91,6 +91,7 @@ def run() -> int:
     "command": flags.command_line(),
     "title": config_flag.name(flags.CONFIG),
     "budget": budget.text,
+    "currency": budget.sign,
     "unique_tokens": plan.unique_tokens if math.isfinite(plan.unique_tokens) else None,
     "nats_per_bit": _nats_per_bit(runs.entries),
     "runs": [_as_json(one, fit, plan.unique_tokens) for one in measured],

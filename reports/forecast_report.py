@@ -99,8 +99,21 @@ def target_lines(one: Mapping[str, Any], parts: Mapping[str, Any]) -> list[str]:
   if one["refused"]:
     return [*lines, one["refused"]]
   if one["plan"]:
-    lines += plan_lines(one)
-  return [*lines, f"train it: {one['train']}"]
+    lines += plan_lines(one, parts)
+  return [*lines, train_text(one)]
+
+
+def train_text(one: Mapping[str, Any]) -> str:
+  """Returns the command that trains a target."""
+  return f"train it: {one['train']}"
+
+
+def extrapolation(one: Mapping[str, Any]) -> str:
+  """Returns that a prediction is too far beyond the ladder."""
+  return (
+    f"EXTRAPOLATED to {units.number(one['times_largest'])} times the compute of the largest run of "
+    f"the ladder; beyond {FAR} times, no interval can be trusted"
+  )
 
 
 def loss_text(one: Mapping[str, Any], parts: Mapping[str, Any]) -> str:
@@ -121,22 +134,19 @@ def remarks(one: Mapping[str, Any]) -> list[str]:
       f"the data are seen {one['epochs']:.3g} times, which is worth {worth} tokens seen once"
     )
   far = f"{units.number(one['times_largest'])} times the compute of the largest run of the ladder"
-  if one["extrapolated"]:
-    lines.append(f"EXTRAPOLATED: {far}; beyond {FAR} times, no interval can be trusted")
-  else:
-    lines.append(far)
+  lines.append(extrapolation(one) if one["extrapolated"] else far)
   if one["served_tokens"]:
     lines.append(f"counting {units.number(one['served_tokens'])} tokens that it will serve")
   return lines
 
 
-def plan_lines(one: Mapping[str, Any]) -> list[str]:
+def plan_lines(one: Mapping[str, Any], parts: Mapping[str, Any]) -> list[str]:
   """Returns mesh, memory, time, cost and failures."""
   plan = one["plan"]
   step = plan["step_seconds"]
   used, limit = (plan[f"{name}_bytes_per_device"] for name in ("peak", "hbm"))
   how = "the compiler" if plan["compiled"] else "formula"
-  cost = "" if one["cost"] is None else f", cost {units.number(one['cost'])}"
+  cost = "" if one["cost"] is None else f", {money(one['cost'], parts)}"
   return [
     f"mesh {one['mesh']}, rematerialization {one['rematerialization']}; memory of a device "
     f"{units.size(used)} of {units.size(limit)}, by {how}",
@@ -145,6 +155,11 @@ def plan_lines(one: Mapping[str, Any]) -> list[str]:
     f"with failures{cost}",
     *(line.strip() for line in one["failures"]),
   ]
+
+
+def money(cost: float, parts: Mapping[str, Any]) -> str:
+  """Returns `$2,000`."""
+  return f"{parts['currency']}{cost:,.0f}" if cost >= 100 else f"{parts['currency']}{cost:,.2f}"
 
 
 def hours(seconds: float) -> str:
@@ -183,22 +198,21 @@ def _card(one: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
   loss = one["bits_per_byte"]
   lead = (
     f"{units.number(one['parameters'])} parameters, trained on {units.number(one['tokens'])} "
-    f"tokens: {loss['value']:.3f} {UNIT}, with 90 % probability between {loss['low']:.3f} and "
-    f"{loss['high']:.3f}"
+    f"tokens: {loss['value']:.3f} {UNIT}, 90 % interval {loss['low']:.3f} to {loss['high']:.3f}"
   )
   if one["seconds"] is not None:
     lead += f"; {hours(one['seconds'])}"
   if one["cost"] is not None:
-    lead += f", cost {units.number(one['cost'])}"
+    lead += f", {money(one['cost'], parts)}"
+  far = "" if not one["extrapolated"] else extrapolation(one)
   _, *lines = target_lines(one, parts)
-  doubt = "refused" if one["refused"] else "extrapolated" if one["extrapolated"] else ""
-  *lines, last = lines
+  kept = [line for line in lines if line not in (far, one["refused"], train_text(one))]
   return {
     "title": one["title"],
     "lead": f"{lead}.",
-    "doubt": one["refused"] or (f"Extrapolated by {one['times_largest']:,.0f} times" * bool(doubt)),
-    "lines": [line for line in lines if not line.startswith("EXTRAPOLATED")],
-    "train": last.removeprefix("train it: ") if not one["refused"] else "",
+    "doubt": ". ".join(filter(None, (far, one["refused"]))),
+    "lines": kept,
+    "train": "" if one["refused"] else one["train"],
   }
 
 

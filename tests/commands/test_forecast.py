@@ -106,6 +106,7 @@ def parts_of(targets, fit, measured, budget):
   observed = ladder.observations(measured, 1e7)
   return {
     **{"command": "python main.py forecast <it>", "title": "single_lm", "budget": budget},
+    "currency": "$",
     **{"unique_tokens": 1e7, "nats_per_bit": 0.7},
     "runs": [forecast._as_json(one, fit, 1e7) for one in measured],
     **forecast._fit_as_json(fit, observed),
