@@ -7,6 +7,7 @@ import jax
 from ml_collections import ConfigDict
 
 from commands import config_flag, flags
+from configs.keys import table
 from configs.schema import finalize, model_checks, validate
 from partitioning import mesh_sizes
 from processes.coordination import current, of_processes
@@ -37,6 +38,7 @@ def of_checkpoint(location: str = "") -> tuple[setup.Job, str]:
     location: of the checkpoint; "": that of --checkpoint, or of the workdir.
   """
   location = location or flags.CHECKPOINT.value or str(flags.workdir())
+  flags.CONFIG.value.distillation.update(table.section("distillation"))  # the teacher is done
   run_tokenizer.adopt(flags.CONFIG.value, location)
   [ready] = prepare(flags.CONFIG)
   return ready, location

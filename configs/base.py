@@ -38,7 +38,8 @@ def get_config(
   config.mesh = ConfigDict(table.section("mesh", **(mesh or {})))
   config.mesh_dcn = ConfigDict(table.section("mesh_dcn"))
   config.partitioning = _partitioning(config.model.name, axes or {})
-  for name in ("lora", "grpo", "metrics", "checkpoint", "profile", "processes", "planning"):
+  sections = ("lora", "distillation", "grpo", "metrics", "checkpoint", "profile", "processes")
+  for name in (*sections, "planning"):
     config[name] = ConfigDict(table.section(name))
   config.lock()
   return config

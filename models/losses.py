@@ -5,7 +5,7 @@ batches; they are divided once, for the global batch.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ def cross_entropy_and_normalizer(
   logits = logits.astype(wide_dtype(logits.dtype))
   normalizer = jax.nn.logsumexp(logits, axis=-1)
   classes = jnp.arange(logits.shape[-1], dtype=targets.dtype)
-  return normalizer - _picked(logits, targets, classes), normalizer
+  return normalizer - picked_logits(logits, targets, classes), normalizer
 
 
 def is_likeliest(logits: Float[Array, "*X V"], targets: Int[Array, "*X"]) -> Bool[Array, "*X"]:
@@ -60,7 +60,7 @@ def in_chunk(value: Any, dtype: jnp.dtype, first: jax.Array | int) -> jax.Array:
   return jnp.asarray(value, dtype) + (0 * jnp.asarray(first)).astype(dtype)
 
 
-def _picked(logits: jax.Array, targets: jax.Array, classes: jax.Array) -> jax.Array:
+def picked_logits(logits: jax.Array, targets: jax.Array, classes: jax.Array) -> jax.Array:
   """Returns the target's logit, 0 where it is not among the classes."""
   hot = targets[..., None] == classes.reshape((1,) * targets.ndim + (-1,))
   return jnp.sum(jnp.where(hot, logits, in_chunk(0, logits.dtype, classes[0])), axis=-1)
@@ -116,20 +116,21 @@ class TokenNumbers:
   def add(
     self,
     found: dict[str, jax.Array],
-    logits: Float[Array, "*X V"],
+    heads: Sequence[Float[Array, "*X V"]],
     targets: Int[Array, "*X"],
     first: jax.Array | int,
   ) -> dict[str, jax.Array]:
-    """Returns what is known with the logits of classes from `first` on, not finished.
+    """Returns what is known with the one head's logits of classes from `first` on, not finished.
 
     The chunks come in the order of their classes.
     The online softmax of arXiv:1805.02867: sums are relative to the largest logit so far.
     """
+    [logits] = heads
     logits = self._tempered(self.finished(logits, first))
     classes = first + jnp.arange(logits.shape[-1], dtype=targets.dtype)
     here = jnp.max(jax.lax.stop_gradient(logits), axis=-1)
     largest = jnp.maximum(found["largest"], here)
-    picked = found["picked"] + _picked(logits, targets, classes)
+    picked = found["picked"] + picked_logits(logits, targets, classes)
     total = found["total"] * jnp.exp(found["largest"] - largest)
     total += jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1)
     known = {"total": total, "picked": picked, "largest": largest}

@@ -85,6 +85,18 @@ class GrpoSpec:
   kl: float
 
 
+TEACHER = "teacher"  # what the names of a distilled model's frozen teacher begin with
+
+
+@dataclasses.dataclass(frozen=True)
+class Distillation:
+  """How a model is trained towards a teacher: the section `distillation`; see the keys there."""
+
+  weight: float
+  temperature: float
+  divergence: str
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec(abc.ABC):
   """What a model is made of: its dims, how its parameters are drawn, in which dtypes they are used.
@@ -352,12 +364,27 @@ class DecoderSpec(LayersSpec):
   training_metrics: tuple[str, ...]  # training.metrics and evaluation.metrics
   evaluation_metrics: tuple[str, ...]
 
+  distillation: Distillation
+  teacher: "DecoderSpec | None" = None
+
   @classmethod
   def of_sections(cls, sections: ConfigDict, **given: Any) -> "DecoderSpec":
     """Returns the spec of a finalized config; see `ModelSpec`."""
-    metrics = {f"{name}_metrics": tuple(sections[name]["metrics"]) for name in _MEASURED}
-    grpo = GrpoSpec(**_fields(GrpoSpec, [sections["grpo"]]))
-    return super().of_sections(sections, grpo=grpo, **metrics, **given)
+    given |= {f"{name}_metrics": tuple(sections[name]["metrics"]) for name in _MEASURED}
+    given["grpo"] = GrpoSpec(**_fields(GrpoSpec, [sections["grpo"]]))
+    given["distillation"] = Distillation(**_fields(Distillation, [sections["distillation"]]))
+    found = super().of_sections(sections, **given)
+    if not (described := sections["distillation"]["model"]):
+      return found
+    sections = ConfigDict({**sections, "model": dict(described)})
+    teacher = super().of_sections(sections, **given)
+    # It reads the same rows, in full precision, and has neither adapters nor a backward pass.
+    same = {key: getattr(found, key) for key in ("separate_documents", "context_attention")}
+    off = {"scan_unroll": 1, "rematerialization": "none", "matmul_dtype": "compute"}
+    without = dataclasses.replace(found.lora, rank=0)
+    return dataclasses.replace(
+      found, teacher=dataclasses.replace(teacher, lora=without, trainable=(), **same, **off)
+    )
 
   @functools.cached_property
   def legend(self) -> dict[str, Dim]:
@@ -387,6 +414,7 @@ class DecoderSpec(LayersSpec):
       "k": Dim("experts_per_token", experts and self.experts_per_token),
       "M": Dim("expert_feedforward", experts and self.expert_feedforward_size),
       "W": Dim("shared_feedforward", self.shared_feedforward_size),
+      **({"d": Dim("model", self.teacher.model_size)} if self.teacher else {}),
     }
 
   def multiplier(self, layer: str) -> float:

@@ -45,13 +45,14 @@ from partitioning.constraints import axes_splitting, constrain
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import split_sequence
 from partitioning.parallel.matmuls import column_parallel
+from partitioning.parallel.sharded_function import Residual
 from partitioning.rules import Dim
 from runtime.extensions import kind_of_model, registered
 from runtime.layer_kinds import MIXER, QUANTIZED, layer_type, mixer_layers, mixers_beside
 from runtime.suggest import most_similar
 
-with epy.lazy_imports():  # of experts, preferences, answers, chunks, quantized kernels
-  from models import grpo, load_balance, multi_token, preferences, quantized
+with epy.lazy_imports():  # of experts, preferences, answers, teachers, chunks, quantized kernels
+  from models import distillation, grpo, load_balance, multi_token, preferences, quantized
   from partitioning.parallel import chunked_vocabulary
 
 
@@ -193,8 +194,9 @@ class TransformerSpec(DecoderSpec):
     return found
 
   def train_flops_per_example(self, *, causal: bool = False) -> float:
-    """Returns floating-point operations per sequence; see `models.transformer`."""
-    return train_flops_per_example(self, causal=causal)
+    """Returns floating-point operations per sequence, a teacher's among them; see below."""
+    own = train_flops_per_example(self, causal=causal)
+    return own + (self.teacher.train_flops_per_example(causal=causal) if self.teacher else 0.0)
 
 
 def adapted_layers(targets: tuple[str, ...], names: list[str]) -> list[str]:
@@ -251,6 +253,8 @@ class Transformer(nnx.Module):
     if further:
       self.mtp_layers = stacked(spec, rngs, further, MTP_LAYERS, multi_token.FurtherToken)
     self.divisor = spec.logits_divisor * spec.widths.ratio
+    if spec.teacher:
+      self.teacher = Transformer(spec.teacher, rngs=rngs)
 
   @property
   def layers_beside(self) -> nnx.Module | None:
@@ -308,7 +312,7 @@ class Transformer(nnx.Module):
     return self._in_order(batch, documents=self.spec.separate_documents)
 
   def _in_order(self, batch: Batch, *, documents: bool) -> Batch:
-    return in_order(batch, self._way(batch["tokens"].shape[1]), documents=documents)
+    return in_order(batch, self.way(batch["tokens"].shape[1]), documents=documents)
 
   def enter(self, batch: Batch) -> Float[Array, "B R D"]:
     """Returns the residual before the first layer."""
@@ -344,9 +348,13 @@ class Transformer(nnx.Module):
     """Returns the sums of the losses of the tokens, of the residual after the last layer."""
     targets_BT, weights_BT = batch["targets"], batch["weights"]
     metrics = self.spec.evaluation_metrics if key is None else self.spec.training_metrics
-    logits_BTV = self.head(x_BRD) if metrics or self.spec.loss_chunks == 1 else None
+    taught = self.spec.teacher and key is not None  # an evaluation's loss is the cross-entropy
+    whole = metrics or (self.spec.loss_chunks == 1 and not taught)
+    logits_BTV = self.head(x_BRD) if whole else None
     own = self._measured(metrics, logits_BTV, batch) if metrics else {}
     given = x_BRD, targets_BT
+    if taught:
+      return {**distillation.loss_sums(self, x_BRD, batch), **own}
     if not self.spec.z_loss or key is None:
       [losses_BT] = self.numbers_of(*given, ("loss",), logits_BTV)
       return {"loss": weighted_sum(losses_BT, weights_BT), **own}
@@ -410,12 +418,12 @@ class Transformer(nnx.Module):
 
     With a key also the weights, where experts balance by them.
     """
-    rows = rows_of(batch, self._way(batch["tokens"].shape[1]), self.layer_pattern)
+    rows = rows_of(batch, self.way(batch["tokens"].shape[1]), self.layer_pattern)
     if not self.spec.experts or key is None:
       return rows
     return dataclasses.replace(rows, weights_BT=constrain(batch["weights"], "BT"))
 
-  def _way(self, length: int) -> str:
+  def way(self, length: int) -> str:
     """Returns how attention runs over rows of this length; "" where the sequence is not split."""
     if not axes_splitting("T"):
       return ""
@@ -443,13 +451,21 @@ class Transformer(nnx.Module):
       normed: whether the residual has been normalized for the head.
       temperature: of the softmax.
     """
-    numbers = TokenNumbers(names, self._finished, temperature)
+    numbers = TokenNumbers(names, self.finished, temperature)
     if self.spec.loss_chunks == 1:
       logits_BTV = self.head(x_BRD, normed=normed) if logits_BTV is None else logits_BTV
       return numbers.of_all(logits_BTV, targets_BT)
-    normed_BRD, kernel = x_BRD if normed else self.final_norm(x_BRD), self._unembedding()
-    given = normed_BRD, kernel, targets_BT, numbers, self.spec.loss_chunks, RESIDUAL
-    return chunked_vocabulary.chunked_logits(*given)
+    head = self.unembedded(x_BRD if normed else self.final_norm(x_BRD))
+    given = targets_BT, numbers, self.spec.loss_chunks
+    return chunked_vocabulary.chunked_logits([head], *given)
+
+  def unembedded(
+    self, normed_BRD: Float[Array, "B R D"], residual: Residual = RESIDUAL
+  ) -> "chunked_vocabulary.Head":
+    """Returns what logits are made of chunk by chunk; `residual` has the letters to name it by."""
+    weight = self._unembedding()
+    letters = weight.letters.replace(RESIDUAL.width, residual.width)
+    return chunked_vocabulary.Head(normed_BRD, weight.effective_kernel(), letters, residual)
 
   def blocks(
     self,
@@ -505,7 +521,7 @@ class Transformer(nnx.Module):
     normed_BRD = x_BRD if normed else self.final_norm(x_BRD)
     [logits_BTV] = column_parallel(normed_BRD, [self._unembedding()], RESIDUAL)
     wide_BTV = constrain(logits_BTV.astype(wide_dtype(logits_BTV.dtype)), "BTV")
-    logits_BTV = self._finished(wide_BTV, 0)
+    logits_BTV = self.finished(wide_BTV, 0)
     activations.record("logits", logits_BTV, length=self.spec.vocabulary_size)
     return logits_BTV
 
@@ -513,7 +529,7 @@ class Transformer(nnx.Module):
     """Returns the layer with the kernel of the logits."""
     return self.embed if self.spec.tied_embeddings else self.unembed
 
-  def _finished(self, logits_BTV: jax.Array, first: jax.Array | int) -> jax.Array:
+  def finished(self, logits_BTV: jax.Array, first: jax.Array | int) -> jax.Array:
     """Returns wide, divided, soft-capped logits, padding masked; `first` is the first's token."""
     wide = wide_dtype(logits_BTV.dtype)
     logits_BTV = logits_BTV.astype(wide)

@@ -52,6 +52,7 @@ def check_layout(
   sizes: Mapping[str, int],
   overrides: Overrides = (),
   max_replicated_bytes: int | None = None,
+  beside: Mapping[str, tuple[Mapping[str, str], Legend]] | None = None,
   optimizer_init: Callable[[Any], Any] | None = None,
 ) -> Layout:
   """Places every array of a program, or refuses the layout.
@@ -68,6 +69,7 @@ def check_layout(
     sizes: mesh axis -> size.
     overrides: (name, PartitionSpec entries) of parameters and optimizer leaves.
     max_replicated_bytes: per device, of parameters and optimizer state; None: no limit.
+    beside: branch of `params` that is another model's -> its `names` and `legend`.
     optimizer_init: parameters -> optimizer state; distinguishes dims of equal size.
 
   Raises:
@@ -80,14 +82,19 @@ def check_layout(
   ]
   if wrong:  # every array would fail for the same reason
     raise LayoutError(wrong)
-  parameters, failures = rules.place_parameters(
-    params, names, legend, tables["parameters"], sizes, overrides
-  )
+  beside, given = beside or {}, (tables["parameters"], sizes, overrides)
+  own = {name: part for name, part in params.items() if name not in beside} if beside else params
+  parameters, failures = rules.place_parameters(own, names, legend, *given)
   states, wrong = rules.place_optimizer(
     optimizer, parameters, legend, tables["optimizer"], sizes, overrides, init=optimizer_init
   )
   if not failures:  # else the parameters' failures would be repeated
     failures += wrong
+  for branch, (rows, letters) in beside.items():
+    leaves = rules.named_leaves(params[branch], f"{branch}/")
+    renamed = {f"{branch}/{row}": of_row for row, of_row in rows.items()}
+    placed, wrong = rules.place_parameters(leaves, renamed, letters, *given)
+    parameters, failures = parameters | placed, failures + wrong
   failures += rules.unknown_overrides(overrides, [*parameters, *states])
   arrays = {}
   for key, array in batch.items():

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from models import fused_attention, model_spec
 from models.layer_stack import order_of, trip_counts
 from models.positions import layer_pattern
-from models.spec import ModelSpec, latent_sizes
+from models.spec import ModelSpec, hashable, latent_sizes
 from partitioning.constraints import activation_layout
 from partitioning.parallel import split_sequence
 from partitioning.parallel.pipeline_schedule import GPIPE
@@ -261,18 +261,12 @@ def part_of(step: StepFacts, *, at_once: bool = True) -> DevicePart:
     keys.training.gradient_accumulation_steps = 1
     if step.pipeline and at_once:
       model.layers = step.chunk_layers
-    if decoder and not at_once:  # memory has separate formulas for logits
-      model.vocabulary_size, model.vocabulary_multiple = step.legend["V"].size // parts("V"), 1
-    for name, letter in (("feedforward_size", "F"), ("heads", "N")):
-      if name in model and step.kind in ("transformer", "mlp", "vit"):
-        model[name] = max(1, model[name] // parts(letter))
-    if decoder and model.experts:
-      _own_experts(model, parts)
-      if at_once:  # tiles' buffers are at least as large
-        keys.training.grouped_matmul = "tiles"
-    if decoder:
-      split = model.kv_heads // parts("K") if model.kv_heads % parts("K") == 0 else model.kv_heads
-      model.kv_heads = math.gcd(split, model.heads)
+    teacher = ConfigDict(dict(keys.distillation.model))
+    for one in (model, teacher) if teacher else (model,):
+      _own_sizes(one, step, at_once=at_once)
+    keys.distillation.model = hashable(teacher.to_dict())
+    if decoder and model.experts and at_once:  # tiles' buffers are at least as large
+      keys.training.grouped_matmul = "tiles"
     if decoder and (around := parts("T")) > 1:
       length = data.sequence_length
       if at_once and step.way == split_sequence.RING:
@@ -286,6 +280,21 @@ def part_of(step: StepFacts, *, at_once: bool = True) -> DevicePart:
     parts_traced = 1 if at_once or not step.pipeline else keys.training.microbatches
     data.global_batch_size = max(1, int(rows)) * parts_traced
   return DevicePart(step, keys, rows * parts_traced / data.global_batch_size)
+
+
+def _own_sizes(model: ConfigDict, step: StepFacts, *, at_once: bool) -> None:
+  """Gives a model the sizes of one device's part of its dims; arguments as of `part_of`."""
+  parts, decoder = step.parts, step.kind == "transformer"
+  if decoder and not at_once:  # memory has separate formulas for logits
+    model.vocabulary_size, model.vocabulary_multiple = step.legend["V"].size // parts("V"), 1
+  for name, letter in (("feedforward_size", "F"), ("heads", "N")):
+    if name in model and step.kind in ("transformer", "mlp", "vit"):
+      model[name] = max(1, model[name] // parts(letter))
+  if decoder and model.experts:
+    _own_experts(model, parts)
+  if decoder:
+    split = model.kv_heads // parts("K") if model.kv_heads % parts("K") == 0 else model.kv_heads
+    model.kv_heads = math.gcd(split, model.heads)
 
 
 def _own_experts(model: ConfigDict, parts: Callable[[str], int]) -> None:

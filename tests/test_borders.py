@@ -37,7 +37,7 @@ OPTIONAL = {
   *("models.experts", "models.load_balance", "models.mlp", "models.preferences"),
   *("models.grpo", "configs.schema.grpo_checks", "input_pipeline.text.prompts"),
   *("models.adapters", "models.quantized", "training.quantized_base"),
-  "configs.schema.expert_checks",
+  *("models.distillation", "configs.schema.teachers", "configs.schema.expert_checks"),
   *("partitioning.torus", "processes.bucket_claims"),
   "models.latent_attention",
   "partitioning.parallel.expert_exchange",

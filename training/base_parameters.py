@@ -4,6 +4,7 @@ A run with `checkpoint.initialize_from` and frozen parameters saves only those t
 record of its checkpoints says where the others are, and identifies them by a digest.
 """
 
+import copy
 import dataclasses
 import fnmatch
 import hashlib
@@ -16,9 +17,11 @@ import jax
 import numpy as np
 from etils import epath, epy
 from jax.sharding import NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
 
 from interop import hf_folder
 from models import model_spec
+from models.spec import TEACHER
 from partitioning.rules import named_leaves, nested
 from runtime.layer_kinds import QUANTIZED
 from training import averages, run_record
@@ -28,7 +31,7 @@ from training.checkpointing.integrity import BASE, PARAMETERS, VARIABLES, Verifi
 from training.metrics.console import Waiting
 from training.replica_check import content_digests
 from training.setup import Job
-from training.state import State, merged, split
+from training.state import State, merged, split, without_teacher
 
 with epy.lazy_imports():  # of a quantized base
   from interop import safetensors_file
@@ -36,7 +39,7 @@ with epy.lazy_imports():  # of a quantized base
 
 ADAPTERS = "*/lora_*"  # their names
 _PREFIX = f"{PARAMETERS}/"
-_KEY = "checkpoint.initialize_from"
+_KEY, _TEACHER_KEY = "checkpoint.initialize_from", "distillation.teacher"
 _SHOWN = 12  # characters of a digest in a message
 
 
@@ -57,9 +60,9 @@ class Base:
   digest: str
 
   @classmethod
-  def of(cls, record: Mapping[str, Any]) -> "Base | None":
+  def of(cls, record: Mapping[str, Any], key: str = BASE) -> "Base | None":
     """Returns what a checkpoint's record says; None where the checkpoint has all parameters."""
-    return cls(**record[BASE]) if BASE in record else None
+    return cls(**record[key]) if key in record else None
 
   @classmethod
   def of_step(cls, location: str, step: int) -> "Base | None":
@@ -67,9 +70,9 @@ class Base:
     folder, _ = reading.parse_location(location)
     return cls.of(reading.read_json(folder / str(step), integrity.RECORD))
 
-  def record(self) -> dict[str, Any]:
+  def record(self, key: str = BASE) -> dict[str, Any]:
     """Returns its part of a checkpoint's record."""
-    return {BASE: dataclasses.asdict(self)}
+    return {key: dataclasses.asdict(self)}
 
   @property
   def location(self) -> str:
@@ -84,9 +87,11 @@ class ParameterReader:
   Attributes:
     job: whose model and mesh they are for; its `checkpoint.initialize_from`, where it is set, says
       where the base of a run is now.
+    key: that names where they are, for messages.
   """
 
   job: Job
+  key: str = _KEY
 
   @property
   def adapters(self) -> list[str]:
@@ -101,32 +106,69 @@ class ParameterReader:
       step: likewise.
       state: the first one.
     """
-    frozen = named_leaves(self.job.program.changing(state.params)[1])
+    frozen = named_leaves(without_teacher(self.job.program.changing(state.params)[1]))
     if not frozen:
       return None
     dtype = self.job.config.training.frozen_dtype
     return Base(os.fspath(folder), step, dtype, self.digest(frozen))
 
-  def initialized(self, where: str) -> tuple[State, str, Base | None]:
+  def initialized(self, where: str, teacher: Any) -> tuple[State, str, Base | None]:
     """Returns the initial state with other parameters, a line about it, and its base.
 
     Adapters that are not there are drawn; nothing else of the other run is read.
 
     Args:
       where: `DIR[/STEP]` of another run, or a model folder.
+      teacher: the branch of its parameters; {} without one.
 
     Raises:
       ValueError: there is no checkpoint, or its parameters have other names, shapes or dtypes.
     """
-    state, folder, step = self.initial_state(where)
+    state, folder, step = self.initial_state(where, teacher)
     origin = f"starts with the parameters of {where}{'' if step is None else f', step {step}'}"
     return state, origin, self.found_at_start(folder, step, state)
 
-  def initial_state(self, where: str) -> tuple[State, epath.PathLike, int | None]:
+  def initial_state(self, where: str, teacher: Any) -> tuple[State, epath.PathLike, int | None]:
     """Returns the initial state with these parameters, their folder and step; see `initialized`."""
-    wanted = named_leaves(self.job.placed_state.params)
+    wanted = named_leaves(without_teacher(self.job.placed_state.params))
     folder, step, arrays = self.read(where, wanted, optional=self.adapters)
-    return self.job.initial_state(nested(arrays)), folder, step
+    return self.job.initial_state({**nested(arrays), **teacher}), folder, step
+
+  def teacher(self, known: Base | None, run: str) -> tuple[dict[str, Any], Base]:
+    """Returns the branch of parameters that are the teacher's, and where they were found.
+
+    Args:
+      known: of the run's record; None of a run that begins.
+      run: its folder, for messages.
+
+    Raises:
+      ValueError: there is no such model, or it is another one than the run has begun with.
+    """
+    job, where = self._of_teacher(), self.job.config.distillation.teacher
+    wanted, reader = named_leaves(job.placed_state.params), ParameterReader(job, _TEACHER_KEY)
+    if known is not None:
+      arrays, base = reader._frozen(known, wanted, where, run)
+    else:
+      folder, step, arrays = reader.read(where, wanted)
+      base = Base(os.fspath(folder), step, job.config.training.frozen_dtype, reader.digest(arrays))
+    return {TEACHER: nested(arrays)}, base
+
+  def _of_teacher(self) -> Job:
+    """Returns a job whose model is the teacher, to read its parameters by."""
+    job, config = self.job, copy.deepcopy(self.job.config)
+    with config.unlocked():
+      config.model = ConfigDict(dict(config.distillation.model))
+      config.distillation.update(teacher="", model=())
+      config.lora.rank = 0
+    prefix = f"{TEACHER}/"
+    placed = {
+      name.removeprefix(prefix): dataclasses.replace(one, name=name.removeprefix(prefix))
+      for name, one in job.placements["parameters"].items()
+      if name.startswith(prefix)
+    }
+    state = State(job.state.step, job.state.params[TEACHER], {}, {})
+    placements = {**job.placements, "parameters": placed, "optimizer": {}}
+    return dataclasses.replace(job, config=config, state=state, placements=placements)
 
   def digest(self, arrays: Mapping[str, jax.Array]) -> str:
     """Returns a digest of the names, shapes, dtypes and bits of parameters, in hexadecimal.
@@ -165,11 +207,8 @@ class ParameterReader:
     if base is None:
       return params, None
     own = named_leaves(params)
-    wanted = {
-      name: leaf
-      for name, leaf in named_leaves(self.job.placed_state.params).items()
-      if name not in own
-    }
+    placed = named_leaves(without_teacher(self.job.placed_state.params))
+    wanted = {name: leaf for name, leaf in placed.items() if name not in own}
     where = self.job.config.checkpoint.initialize_from or base.folder
     arrays, base = self._frozen(base, wanted, where, run)
     return merged(params, nested(arrays)), base
@@ -193,13 +232,13 @@ class ParameterReader:
       raise ValueError(
         f"{run} has saved the parameters that it trains; the others were those of "
         f"{base.location}, and cannot be read from {where}: {error}\n"
-        f"if they have moved, give --config.{_KEY}"
+        f"if they have moved, give --config.{self.key}"
       ) from error
     if (found := self.digest(arrays)) != base.digest:
       raise ValueError(
         f"{run} was trained with other frozen parameters than those of {where}: their digest is "
         f"{found[:_SHOWN]}, and its record has {base.digest[:_SHOWN]}, of {base.location}; give "
-        f"those, --config.{_KEY}=DIR/STEP"
+        f"those, --config.{self.key}=DIR/STEP"
       )
     base = dataclasses.replace(base, folder=os.fspath(folder), step=step)
     return {name: x.astype(wanted[name].dtype) for name, x in arrays.items()}, base
@@ -322,7 +361,7 @@ class ParameterReader:
     from interop import read_weights  # of runs that begin with a model folder alone
 
     spec = model_spec(self.job.config)
-    source = read_weights.open_folder(location, spec, _KEY)
+    source = read_weights.open_folder(location, spec, self.key)
     there = {name: leaf for name, leaf in wanted.items() if name in source.parts}
     place = location if "://" in location else str(source.folder)
     arrays = read_weights.read(source, there)
@@ -463,7 +502,7 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
     if arrays.keys() == wanted.keys() and not job.state.variables:
       # Without the optimizer's state, which is twice as large.
       return 0, nested(arrays), {}
-    state, _, _ = reader.initial_state(location)
+    state, _, _ = reader.initial_state(location, {})
     return 0, state.params, state.variables
   folder, step = reading.parse_location(location)
 

@@ -34,7 +34,7 @@ from training.restore import Start
 from training.setup import Compiled
 from training.specs import BatchSpec
 from training.splits import Data
-from training.state import State
+from training.state import State, teacher_branch
 from training.tasks import GRPO
 
 if TYPE_CHECKING:
@@ -321,8 +321,9 @@ class Run:
       self.batches.close()
       # Frees the memory for the restored one, except of parameters that are not saved.
       program = self.start.job.program
-      frozen = program.changing(self.state.params)[1] if self.start.base else {}
-      self.state = None
+      params = self.state.params
+      frozen = program.changing(params)[1] if self.start.base else teacher_branch(params)
+      self.state = params = None
       made, self.state = self.start.roll_back(self.bad_steps, bad.step, bad.why, frozen)
       note(self.bad_steps.text())
     self.done = made.step

@@ -23,6 +23,7 @@ from training.checkpointing.integrity import (
   BASE,
   FOLDER,
   PARAMETERS,
+  TEACHER,
   UnreadableError,
   Verified,
   warn_once,
@@ -30,7 +31,7 @@ from training.checkpointing.integrity import (
 from training.metrics.console import Waiting, say_wrapped
 from training.metrics.log_lines import evaluated
 from training.setup import Job
-from training.state import State, merged
+from training.state import State, merged, without_teacher
 from training.step import Program
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Start:
     saved = [step for step in json.loads(steps) if step < bad_step]
     step, record = bad_steps.target(bad_step, saved), {}
     if step == 0:
-      state, *_ = first_state(self.job, self.base)
+      state, *_ = first_state(self.job, self.base, self.checkpoints.teacher(self.record)[0])
       checkpointer.remove_after(0)
     else:
       try:
@@ -357,8 +358,12 @@ class RunCheckpoints:
         changed = schedules.change_text(old["optimizer"], new.optimizer, *totals, step)
       origin += f"\n{changed}" if changed else ""
     else:
-      step, (state, origin, base), known = 0, first_state(self.job), {}
+      teacher, known = self.teacher({})
+      step, (state, origin, base) = 0, first_state(self.job, teacher=teacher)
+      record, known = {**record, **known}, {}
     self.job.check_placed(state)
+    if TEACHER in known:
+      record = {**record, TEACHER: known[TEACHER]}
     if base is not None:
       record = {**record, **base.record()}
       origin += f"; saves what it trains, the frozen parameters are those of {base.location}"
@@ -375,7 +380,8 @@ class RunCheckpoints:
       known: a checkpoint that has been compared.
       step: which; None: the newest that can be read.
     """
-    base = base_parameters.Base.of(run_record.read(known))
+    record = run_record.read(known)
+    base, (teacher, _) = base_parameters.Base.of(record), self.teacher(record)
     with Waiting("restoring the checkpoint").show():
       if self.memory is not None and isinstance(known, memory_tier.InMemory):
         found, tree = known, self.memory.restore(known)
@@ -383,7 +389,22 @@ class RunCheckpoints:
         saved = self.saved_part(self.job.placed_state, base)
         found, tree = checkpointer.restore_verified(saved, step=step, known=known)
     params, base = self.reader.completed(tree[PARAMETERS], base, str(self.workdir))
-    return found, State(**{**tree, PARAMETERS: params}), base
+    return found, State(**{**tree, PARAMETERS: {**params, **teacher}}), base
+
+  def teacher(self, record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns the branch of the teacher's parameters, and what a record says of it; {}: none.
+
+    Args:
+      record: of a checkpoint; of a run that begins it says nothing yet.
+
+    Raises:
+      ValueError: there is no such model, or it is another one than the run has begun with.
+    """
+    if not self.job.config.distillation.teacher:
+      return {}, {}
+    known = base_parameters.Base.of(record, TEACHER)
+    branch, found = self.reader.teacher(known, str(self.workdir))
+    return branch, found.record(TEACHER)
 
   def before_step(
     self, source: Source, step: int, accept: Sequence[str] = ()
@@ -410,7 +431,7 @@ class RunCheckpoints:
     if not there:
       if accept:
         raise ValueError(f"--accept-changes: {self.workdir} has no checkpoints to compare with")
-      state, origin, _ = first_state(self.job)
+      state, origin, _ = first_state(self.job, teacher=self.teacher({})[0])
       return state, 0, {}, origin
     verify = self.job.config.checkpoint.verify
     with Checkpointer(
@@ -420,7 +441,9 @@ class RunCheckpoints:
       known = checkpoints.verified(earlier[-1] if earlier else there[0])
       self._require_same_run(self._record_of(source), known, accept)
       if not earlier:
-        state, origin, _ = first_state(self.job, base_parameters.Base.of(run_record.read(known)))
+        there = run_record.read(known)
+        given = base_parameters.Base.of(there), self.teacher(there)[0]
+        state, origin, _ = first_state(self.job, *given)
         return state, 0, {}, origin
       found, state, _ = self._restored(checkpoints, known, known.step)
     self.job.check_placed(state)
@@ -428,7 +451,7 @@ class RunCheckpoints:
 
   def saved_part(self, state: State, base: "Base | None") -> dict[str, Any]:
     """Returns the part of a state, or of an abstract one, that a run with this base saves."""
-    return vars(state) if base is None else trained_part(self.job.program, state)
+    return trained_part(self.job.program, state) if base else without_teacher_part(state)
 
   def require_room(self, *, part: bool = False) -> None:
     """Checks, without creating anything, that a workdir is writable and has space for a checkpoint.
@@ -440,9 +463,14 @@ class RunCheckpoints:
       OSError: it is not, or has not; with the free and the needed space, and the fix.
     """
     job = self.job
-    state = trained_part(job.program, job.state) if part else vars(job.state)
+    state = trained_part(job.program, job.state) if part else without_teacher_part(job.state)
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     files.require_space(self.folder, needed, "a checkpoint", "give another --workdir")
+
+
+def without_teacher_part(state: State) -> dict[str, Any]:
+  """Returns a state, or an abstract one, without the parameters of a teacher."""
+  return {**vars(state), PARAMETERS: without_teacher(state.params)}
 
 
 def trained_part(program: Program, state: State) -> dict[str, Any]:
@@ -450,14 +478,17 @@ def trained_part(program: Program, state: State) -> dict[str, Any]:
   return {**vars(state), PARAMETERS: program.changing(state.params)[0]}
 
 
-def first_state(job: Job, base: "Base | None" = None) -> tuple[State, str, "Base | None"]:
+def first_state(
+  job: Job, base: "Base | None" = None, teacher: Any = None
+) -> tuple[State, str, "Base | None"]:
   """Returns the initial state, a line about where it is from, and its base.
 
   Args:
     job: the run.
     base: that of the run's first start, if it has made its first step and saves only a part.
+    teacher: the branch of its parameters, if it has one.
   """
   where = base.location if base else job.config.checkpoint.initialize_from
   if where:
-    return base_parameters.ParameterReader(job).initialized(where)
-  return job.initial_state(), "starts from the first step", None
+    return base_parameters.ParameterReader(job).initialized(where, teacher or {})
+  return job.initial_state(teacher or None), "starts from the first step", None

@@ -12,7 +12,7 @@ from input_pipeline.ramp import Ramp, until
 from runtime import forms
 from runtime.forms import ANY, COUNT, NUMBER, TEXT, Each, Exactly, Kind, OrNull, is_number, is_whole
 from training.bad_steps import POSITION, RECORD, Rollback, restored_position
-from training.checkpointing.integrity import BASE, Verified
+from training.checkpointing.integrity import BASE, TEACHER, Verified
 from training.metrics import log_lines
 
 
@@ -129,6 +129,8 @@ def _is_range(value: Any) -> bool:
 _POSITION = Kind("a list of step, row and batch, ascending from step 0,", _is_position)
 _SKIPPED = {"skipped_rows": [Kind("a range of rows", _is_range)]}
 
+_ELSEWHERE = Exactly({"folder": TEXT, "step": OrNull(COUNT), "dtype": TEXT, "digest": TEXT})
+
 # Keys that are missing or unknown belong to another version.
 RECORD_FORM = {
   "versions": Each(TEXT),
@@ -138,7 +140,8 @@ RECORD_FORM = {
   "accepted_changes": [Exactly({"step": COUNT, "key": TEXT, "old": ANY, "new": ANY})],
   "metrics": Each(_METRIC),
   "metrics_over": {"data": TEXT, "examples": COUNT},
-  BASE: Exactly({"folder": TEXT, "step": OrNull(COUNT), "dtype": TEXT, "digest": TEXT}),
+  BASE: _ELSEWHERE,
+  TEACHER: _ELSEWHERE,
   POSITION: _POSITION,
   RECORD: {
     **_SKIPPED,

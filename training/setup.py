@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from input_pipeline.ramp import Shape
-from models.spec import QUANTIZED_PARTS
+from models.spec import QUANTIZED_PARTS, TEACHER
 from models.transformer import active_elements
 from partitioning import rules
 from partitioning.constraints import ActivationLayout, activation_layout
@@ -29,7 +29,7 @@ from runtime.executables import Executables, described
 from training import compiler_options
 from training.checkpointing.consensus import Together
 from training.specs import GROUPS, BatchSpec, Resolved, resolve
-from training.state import State, merged, split
+from training.state import State, merged, split, teacher_branch
 from training.step import Program, make_program
 from training.tasks import DPO
 
@@ -249,8 +249,10 @@ class Job:
     )
 
   def parameter_counts(self) -> tuple[int, int]:
-    """Returns the elements of all parameters, and of those that one token uses."""
-    elements = {p.name: _elements(p) for p in self.placements["parameters"].values()}
+    """Returns the elements of all parameters of the model, and of those that one token uses."""
+    of_teacher = named_leaves(teacher_branch(self.state.params))
+    placed = self.placements["parameters"].values()
+    elements = {p.name: _elements(p) for p in placed if p.name not in of_teacher}
     return sum(elements.values()), active_elements(self.config.model, elements)
 
   def compile_train_step(
@@ -460,6 +462,7 @@ def _verdict(
   if resolved.step.outer is not None:
     optimizer = jax.eval_shape(outer.of_one_group, optimizer)
     init = lambda params: outer.of_one_group(program.optimizer.init(params))  # noqa: E731
+  teacher = resolved.teacher
   return check_layout(
     state.params,
     optimizer,
@@ -470,6 +473,7 @@ def _verdict(
     batch_letters=resolved.batch.letters,
     legend=resolved.model.legend,
     sizes=dict(mesh.shape),
+    beside={TEACHER: (teacher.parameters, teacher.legend)} if teacher else None,
     **vars(resolved.layout),
   )
 

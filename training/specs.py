@@ -150,6 +150,11 @@ class Resolved:
   layout: LayoutSpec
   memory_limit_gib: float | None
 
+  @property
+  def teacher(self) -> ModelSpec | None:
+    """Returns the model of the teacher that a decoder learns from, if it has one."""
+    return getattr(self.model, "teacher", None)
+
 
 def resolve(config: ConfigDict) -> Resolved:
   """Returns what a finalized config names.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.spec import LAYERS, MIXER_LAYERS, MTP_LAYERS, QUANTIZED_PARTS
+from models.spec import LAYERS, MIXER_LAYERS, MTP_LAYERS, QUANTIZED_PARTS, TEACHER
 from partitioning.dtypes import wide_dtype
 from partitioning.rules import named_leaves, nested
 from runtime.layer_kinds import QUANTIZED
@@ -90,6 +90,16 @@ def stored(params: Any, trained: frozenset[str], spec: StepSpec) -> Any:
     return spec.parameter_dtype if name in trained else frozen
 
   return nested({name: x.astype(dtype(name, x.dtype)) for name, x in named_leaves(params).items()})
+
+
+def without_teacher(params: Any) -> Any:
+  """Returns a tree like the parameters without those of a teacher, which are never saved."""
+  return {name: part for name, part in params.items() if name != TEACHER}
+
+
+def teacher_branch(params: Any) -> Any:
+  """Returns the branch that is a teacher's, under its name; {} where there is none."""
+  return {name: part for name, part in params.items() if name == TEACHER}
 
 
 def wide(tree: Any) -> Any:

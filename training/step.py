@@ -22,7 +22,16 @@ from training.gradients import Gradients
 from training.optimizers.build import gradient_point, make_optimizer
 from training.schedules import learning_rate_schedule
 from training.specs import Resolved, StepSpec
-from training.state import ROUTER_BIASES, State, merged, split, stored, trainable, wide
+from training.state import (
+  ROUTER_BIASES,
+  State,
+  merged,
+  split,
+  stored,
+  trainable,
+  wide,
+  without_teacher,
+)
 from training.tasks import TASKS
 
 with epy.lazy_imports():  # of experts, microbatches, groups, state on the host or in bfloat16
@@ -304,7 +313,7 @@ def make_program(resolved: Resolved) -> Program:
   model = nnx.eval_shape(abstract)
   graphdef, params, _ = nnx.split(model, nnx.Param, ...)
   params = nnx.to_pure_dict(params)
-  trained = trainable(spec.trainable, list(named_leaves(params)))
+  trained = trainable(spec.trainable, list(named_leaves(without_teacher(params))))
   params = jax.eval_shape(lambda params: stored(params, trained, spec), params)
   keys, (updated, _) = resolved.optimizer, split(params, trained.__contains__)
   optimizer = make_optimizer(keys, jax.eval_shape(wide, updated))

@@ -107,6 +107,43 @@ LORA: Rows = {
   **shared(_ADAPTERS, needs="lora.rank"),
 }
 
+_OF_TEACHER: Rows = {
+  "model": Key(
+    (),
+    "The teacher's model, as (key, value) of its section `model`: read from its folder",
+    resume=REFUSED,
+  ),
+  "weight": Key(
+    0.5, "w: the loss is (1 - w) data + w temperature**2 divergence", least=0, resume=ACCEPT
+  ),
+  "temperature": Key(1.0, "divides the logits of both", above=0, resume=ACCEPT),
+  "divergence": Key(
+    "forward",
+    "KL(teacher, model), or reverse: KL(model, teacher)",
+    choices=("forward", "reverse"),
+    resume=ACCEPT,
+  ),
+}
+
+# On resume the teacher's parameters are compared themselves.
+DISTILLATION: Rows = {
+  "teacher": Key(
+    "",
+    'A frozen model that the run learns from too: DIR[/STEP] of a run, or a model folder; "": none',
+    resume=MAY_CHANGE,
+    readers=("decoder", "tokens", "plain"),
+    excludes={
+      "mesh.stage": "a teacher has no pipeline",
+      "model.mtp_layers": "further tokens have no teacher",
+      "training.z_loss": "the loss is of two parts already",
+      "training.elastic": "a teacher is not moved to fewer replicas",
+      "training.frozen_dtype=int8|nf4": "a teacher's kernels are not quantized",
+      "optimizer.outer_every_steps": "a teacher is in no group",
+    },
+  ),
+  **shared(_OF_TEACHER, needs="distillation.teacher"),
+}
+
 EVALUATION: Rows = {
   "every_steps": Key(
     0,

@@ -27,6 +27,7 @@ SECTIONS: dict[str, Rows] = {
   "partitioning": run.PARTITIONING,
   "lora": run.LORA,
   "grpo": GRPO,
+  "distillation": run.DISTILLATION,
   "metrics": run.METRICS,
   "checkpoint": run.CHECKPOINT,
   "profile": run.PROFILE,

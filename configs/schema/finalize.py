@@ -33,8 +33,8 @@ from runtime.extensions import kind_of_model
 from training.optimizer import optimizer_row
 from training.tasks import GRPO, TASKS
 
-with epy.lazy_imports():  # of GRPO, and of runs with a model folder
-  from configs.schema import grpo_checks
+with epy.lazy_imports():  # of GRPO, and of runs with a teacher, or with a model folder
+  from configs.schema import grpo_checks, teachers
   from input_pipeline.text import tokenizer_files
   from interop import hf_folder
 
@@ -516,6 +516,8 @@ def with_choices(
         tables.activations.residual_sequence = (*given, "tensor")
     for name in tables.parameters:
       default(tables.optimizer, name, tables.parameters[name])
+    if config.distillation.teacher:
+      teachers.finalize_teacher(config, lambda theirs: finalize(theirs, platform, sizes))
   return config, (*followed, *choices)
 
 

@@ -33,7 +33,7 @@ from training.optimizer import optimizer_keys
 from training.tasks import DPO, GRPO, METRICS, TASKS
 
 with epy.lazy_imports():  # of runs that have any
-  from configs.schema import grpo_checks
+  from configs.schema import grpo_checks, teachers
   from training.metrics import sinks
 
 
@@ -54,6 +54,8 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
     wrong += table.with_sections(check_errors, config, sizes=sizes)
   if config.task == GRPO:
     wrong += table.with_sections(grpo_checks.grpo_errors, config)
+  if config.distillation.model and not wrong:
+    wrong += teachers.teacher_errors(config, of_model, sizes)
   if wrong:
     raise ValueError("the config is refused:\n" + "\n".join(f"  {line}" for line in wrong))
 

@@ -1,6 +1,7 @@
 """Logits of one chunk of the vocabulary at a time, reduced to numbers of each token."""
 
-import functools
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,8 +14,6 @@ from partitioning.parallel.sharded_function import (
   SEQUENCE_DIM,
   Operand,
   Residual,
-  Stored,
-  Weight,
   contracted,
   gathered,
   sequence_axes,
@@ -25,54 +24,72 @@ from partitioning.parallel.sharded_function import (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Head:
+  """What the logits of a model are made of.
+
+  Attributes:
+    x: the residual, between blocks.
+    kernel: of the residual's width and the vocabulary; cast to the dtype of x.
+    letters: of the kernel.
+    residual: the residual's letters.
+  """
+
+  x: jax.Array
+  kernel: jax.Array
+  letters: str
+  residual: Residual
+
+
 def chunked_logits(
-  x: jax.Array,
-  weight: Weight,
-  targets: jax.Array,
-  reduction: Any,
-  chunks: int,
-  residual: Residual,
+  heads: Sequence[Head], targets: jax.Array, reduction: Any, chunks: int
 ) -> list[jax.Array]:
   """Computes the logits of one chunk of the vocabulary at a time, reduced to numbers per token.
 
-  The weight is gathered once. Only one chunk's logits are in memory at a time; the backward pass
-  recomputes them. A chunk has all of a device's tokens, so that its part of the weight's gradient
-  is complete: it is reduce-scattered while the next chunk is computed, and nothing as large as the
-  weight is summed over chunks. What is summed, in float32 or wider, is the gradient of x.
+  A kernel is gathered once. Only one chunk's logits are in memory at a time; the backward pass
+  recomputes them, if there are several chunks. A chunk has all of a device's tokens, so that its
+  part of the weight's gradient is complete: it is reduce-scattered while the next chunk is
+  computed, and nothing as large as the weight is summed over chunks. What is summed, in float32 or
+  wider, is the gradient of x.
 
   Args:
-    x: the residual, between blocks.
-    weight: of the residual's width and the vocabulary; cast to the dtype of x.
+    heads: of one model, or of several with one vocabulary, whose chunks are reduced together.
     targets: of the tokens; within a device as long as x after its all-gather.
-    reduction: of the logits, a chunk at a time: `models.losses.TokenNumbers`.
+    reduction: of the heads' logits, a chunk at a time: `models.losses.TokenNumbers`.
     chunks: their number; divides the part of the vocabulary that a device has.
-    residual: the residual's letters.
 
   Returns:
     `reduction.results` arrays (batch, sequence), inside a block.
   """
-  kernel, inside = weight.effective_kernel(), summed_last(weight.letters, residual.width)
-  vocabulary, output = inside.replace(residual.width, ""), residual.activation(weight.letters)
-  shape = (*targets.shape, kernel.shape[weight.letters.index(vocabulary)])
-  wide = wide_dtype(x.dtype)
-
-  sequence, width = sequence_axes(residual), split_over(residual.width)
+  x, residual, letters = heads[0].x, heads[0].residual, heads[0].letters
+  vocabulary, output = letters.replace(residual.width, ""), residual.activation(letters)
+  shape = (*targets.shape, heads[0].kernel.shape[letters.index(vocabulary)])
+  wide, sequence = wide_dtype(x.dtype), sequence_axes(residual)
+  insides = [summed_last(one.letters, one.residual.width) for one in heads]
+  widths = [split_over(one.residual.width) for one in heads]
   classes, (layout, _) = split_over(vocabulary), automatic_layout()
 
-  def numbers(manual: bool, x, stored: Stored, targets) -> list[jax.Array]:
+  def numbers(manual: bool, *arrays: Any) -> list[jax.Array]:
+    *operands, targets = arrays
+    xs, stored = operands[::2], operands[1::2]
     if manual and sequence:
-      x = collectives.all_gather(x, sequence, SEQUENCE_DIM)
-    own_rows = all(dim != 0 for dim, _ in stored.moves)  # a chunk's rows are on all devices
-    kernel = gathered(stored, x.dtype, constant=own_rows)
-    part = kernel.shape[0] // chunks
-    own = jax.lax.axis_index(classes) * kernel.shape[0] if manual and classes else 0
+      xs = [collectives.all_gather(x, sequence, SEQUENCE_DIM) for x in xs]
+    # Whether a chunk's rows of a kernel are on all devices.
+    own_rows = [all(dim != 0 for dim, _ in one.moves) for one in stored]
+    kernels = [
+      gathered(one, x.dtype, constant=own) for x, one, own in zip(xs, stored, own_rows, strict=True)
+    ]
+    part = kernels[0].shape[0] // chunks
+    own = jax.lax.axis_index(classes) * kernels[0].shape[0] if manual and classes else 0
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def chunk(found, wide_x, kernel, shard, number):
-      if own_rows:
-        kernel = with_gradient_of(kernel, shard, stored.moves)
-      logits = contracted(residual.inside, wide_x.astype(x.dtype), inside, kernel)
-      logits = collectives.total(logits, width) if manual else logits
+    def chunk(found, wide_xs, kernels, shards, number):
+      logits = []
+      for place, (kernel, shard) in enumerate(zip(kernels, shards, strict=True)):
+        if own_rows[place]:
+          kernel = with_gradient_of(kernel, shard, stored[place].moves)
+        x = wide_xs[place].astype(xs[place].dtype)
+        one = contracted(heads[place].residual.inside, x, insides[place], kernel)
+        logits.append(collectives.total(one, widths[place]) if manual else one)
       return reduction.add(found, logits, targets, own + number * part)
 
     record(output, shape, layout)  # of all chunks: `constrain` takes no part of a dim
@@ -80,25 +97,31 @@ def chunked_logits(
     if not manual:
       start = jax.tree.map(lambda one: constrain(one, residual.tokens), start)
     # Cast back in each chunk, so that the scan adds up the gradients of x in the wide dtype.
-    wide_x = x.astype(wide)
-    found, _ = jax.lax.scan(
-      lambda found, inputs: (chunk(found, wide_x, *inputs), None),
-      start,
-      (
-        kernel.reshape(chunks, part, -1),
-        stored.shard.reshape(chunks, part, -1) if own_rows else None,
-        jnp.arange(chunks, dtype=targets.dtype),
-      ),
+    wide_xs = [x.astype(wide) for x in xs]
+    of_chunks = (
+      [kernel.reshape(chunks, part, -1) for kernel in kernels],
+      [
+        one.shard.reshape(chunks, part, -1) if own else None
+        for one, own in zip(stored, own_rows, strict=True)
+      ],
+      jnp.arange(chunks, dtype=targets.dtype),
     )
+    if chunks == 1:  # whose logits are saved
+      found = chunk(start, wide_xs, *jax.tree.map(lambda x: x[0], of_chunks))
+    else:
+      again = jax.checkpoint(chunk, prevent_cse=False)
+      found, _ = jax.lax.scan(
+        lambda found, inputs: (again(found, wide_xs, *inputs), None), start, of_chunks
+      )
     return list(reduction.finish(found, targets, classes if manual else ()))
 
+  operands = []
+  for one, inside in zip(heads, insides, strict=True):
+    operands.append(Operand(one.residual.between, one.x))
+    operands.append(Operand(one.letters, one.kernel, inside, kernel=True, stored=True))
   return sharded(
     numbers,
-    [
-      Operand(residual.between, x),
-      Operand(weight.letters, kernel, inside, kernel=True, stored=True),
-      Operand(residual.tokens, targets),
-    ],
+    [*operands, Operand(residual.tokens, targets)],
     [residual.tokens] * reduction.results,
     residual=residual,
     dtype=x.dtype,

@@ -45,6 +45,7 @@ SECTIONS = {
   "training": "Training",
   "lora": "Low-rank adapters (LoRA)",
   "grpo": "Answers and rewards (GRPO)",
+  "distillation": "Distillation",
   "optimizer": "Optimizer",
   "evaluation": "Evaluation",
   "mesh": "Mesh",

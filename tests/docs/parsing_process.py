@@ -20,6 +20,7 @@ from absl import flags as absl_flags
 
 from commands import flags, words
 from configs import base
+from configs.keys import table
 from configs.schema import finalize, validate
 from runtime import forms
 from training import workdir_files
@@ -49,6 +50,7 @@ def wrong(arguments: list[str], run: str) -> str:
         if "folder" in flag.value.model and (flag.value.model.folder or kept):
           flag.value.model.folder = str(MODEL)
           flag.value.data.tokenizer = flag.value.data.tokenizer or "bytes"
+        flag.value.distillation.update(table.section("distillation"))  # no teacher is here
         validate.check(finalize.finalize(flag.value, "cpu"), sizes)
   except (ValueError, absl_flags.Error) as error:
     return str(error) or type(error).__name__

@@ -50,7 +50,7 @@ def test_numbers_of_chunks_of_classes_are_numpys(chunks):
   found = numbers.start(jnp.asarray(targets), jnp.dtype("float32"))
   for first in range(0, 12, 12 // chunks):
     part = jnp.asarray(logits[..., first : first + 12 // chunks], jnp.float32)
-    found = numbers.add(found, part, jnp.asarray(targets), first)
+    found = numbers.add(found, [part], jnp.asarray(targets), first)
   likeliest, loss, normalizer = numbers.finish(found, jnp.asarray(targets), ())
   picked = np.take_along_axis(log_softmax(logits), targets[..., None], -1)[..., 0]
   np.testing.assert_allclose(loss, -picked, rtol=1e-5, atol=2e-5)

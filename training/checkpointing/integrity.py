@@ -209,6 +209,7 @@ FOLDER = "checkpoints"  # in a workdir
 STATE, CONFIG, RECORD = "state", "config", "record"
 PARAMETERS, VARIABLES = "params", "variables"  # branches of the state
 BASE = "base"  # of a record: where the parameters are that the checkpoint has not
+TEACHER = "teacher"  # of a record: likewise, those of the model that the run learns from
 TOKENIZER = "tokenizer"  # a folder of files, where the tokens are not bytes
 JSON = {item: f"{item}/metadata" for item in (CONFIG, RECORD)}
 COMMITTED = "commit_success.txt"
