@@ -42,8 +42,8 @@ def test_evaluate_gives_the_same_number_on_every_mesh_and_batch_size(main, train
   last = [line["eval_loss"] for line in lines_of(trained) if "eval_loss" in line][-1]
   for strategy, batch, where, step in (
     ("single", 32, f"--checkpoint={trained}/2", 2),
-    ("fsdp8", 24, f"--workdir={trained}", 4),
-    ("tp8", 7, f"--checkpoint={trained}", 4),
+    ("fsdp8", 56, f"--workdir={trained}", 4),
+    ("tp8", 61, f"--checkpoint={trained}", 4),
   ):
     size = f"--config.data.global_batch_size={batch}"
     code, out, err = main("evaluate", f"--config=configs/{strategy}.py", *TINY_LM, where, size)
