@@ -25,6 +25,15 @@ A Llama-style decoder instead, on one device, fsdp=8, data=8 and data=4 x tensor
 batch 16, float32, AdamW; turns of 3 steps. The reference saves what XLA decides; --recompute is our
 `training.rematerialization`, of which `dots` is the fastest on CPUs. Exits with 1 if a ratio is
 above 1.00 (rounded), or two losses differ.
+
+  python -m benchmarks.step_overhead --sampling [--rounds=8]
+
+The sampler of answers on one device, in tokens per second, beside the bound of its own decode step:
+the forward pass of one token in every row, without draws, at once for all rows and again. Answers
+end at random after 1 to 64 tokens; 1,024 of them, in groups of 16 that share a prompt of 4 to 32
+tokens, pass through 32 rows. Prefill, draws, rows that wait to be refilled and the last answers,
+beside which rows are empty, all count. Exits with 1 if the median of the shares, by time or where
+others use the machine by processor time, is below 0.8.
 """
 
 import contextlib
@@ -37,16 +46,19 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from absl import app, flags
 from etils import epath
 from ml_collections import ConfigDict
 
 from configs.schema import finalize, validate
 from examples import one_file
+from inference.rollouts import RolloutSampler
+from inference.sampler import TokenSampler
 from input_pipeline.batches import EvaluationBatches
 from processes.coordination import current
 from processes.preemption import StopRequest
@@ -70,7 +82,19 @@ _SIMULATE = flags.DEFINE_bool(
 _LLAMA = flags.DEFINE_bool("llama", False, "Measure the Llama-style decoder.")
 _RECOMPUTE = flags.DEFINE_string("recompute", "none", "Its training.rematerialization.")
 
+_SAMPLING = flags.DEFINE_bool("sampling", False, "Measure the sampler of answers.")
+
 MOST_RATIO, MOST_RATIO_OF_LLAMA = 1.03, 1.005
+LEAST_SHARE = 0.8
+SAMPLED = {
+  "model.layers": 4,
+  "model.model_size": 192,
+  "model.feedforward_size": 512,
+  "model.heads": 6,
+  "model.kv_heads": 6,
+  "model.head_size": 32,
+  "data.sequence_length": 96,
+}
 LLAMA_STRATEGIES = ("single", "fsdp8", "dp8", "dp4_tp2")
 LLAMA = {
   "model.layers": 4,
@@ -273,9 +297,81 @@ def measure_all(configs: Mapping[str, ConfigDict], most: float) -> int:
   return 0 if all(good) else 1
 
 
+def measure_sampling(ready: setup.Job, *, groups: int, answers: int, rows: int, new: int) -> bool:
+  """Prints the sampler's tokens per second beside the bound; returns whether the share is enough.
+
+  Args:
+    ready: the job.
+    groups: of answers to one prompt.
+    answers: of a group.
+    rows: that decode together.
+    new: the most tokens of an answer.
+  """
+  most, random = 32, np.random.default_rng(0)
+  prompts = [random.integers(1, 256, random.integers(4, most + 1)) for _ in range(groups)]
+  made = RolloutSampler(
+    ready,
+    prompt_tokens=most,
+    new_tokens=new,
+    rows=groups * answers,
+    temperature=1.0,
+    stop_tokens=tuple(range(1, 7)),  # of 256, by parameters that were drawn: about 35 tokens each
+    together=rows,
+  )
+  params, batch = ready.initial_state().params, [one for one in prompts for _ in range(answers)]
+  forward = forward_only(ready, made.sampler, params, new)
+  draw = functools.partial(made, params, None, batch, seed=0)
+  draw(step=0), forward()  # compiles
+  shares = []
+  for number in range(ROUNDS.value):
+    began = clocks()
+    tokens = int(draw(step=1 + number).lengths.sum())
+    ours = [tokens / (b - a) for a, b in zip(began, clocks(), strict=True)]
+    bound = forward()
+    shares.append([a / b for a, b in zip(ours, bound, strict=True)])
+  wall, processor = (statistics.median(one) for one in zip(*shares, strict=True))
+  print(
+    f"sampling: share {wall:.3f} of the tokens/s of the forward pass alone, {processor:.3f} by "
+    f"processor time; in the last round {ours[0]:,.0f} and {bound[0]:,.0f} tokens/s, "
+    f"{tokens:,} tokens in {groups * answers} answers"
+  )
+  return max(wall, processor) >= LEAST_SHARE
+
+
+def forward_only(ready: setup.Job, sampler: TokenSampler, params: Any, steps: int) -> Callable:
+  """Returns a function that decodes in all rows without draws; it returns tokens per second.
+
+  Also per second of processor time.
+  """
+
+  def forward(params, tokens_B1, counts_B, cache):
+    return ready.program.module(params, None).extend(tokens_B1, counts_B, cache)
+
+  tokens_B1, counts_B = np.ones((sampler.rows, 1), np.int32), np.ones(sampler.rows, np.int32)
+  given, tables = (params, tokens_B1, counts_B), sampler.activations
+  compiled = ready.compile(
+    forward, *given, sampler.empty_cache(), activations=tables, donate_argnums=3
+  ).function
+  given = params, *jax.device_put((tokens_B1, counts_B))
+
+  def timed() -> list[float]:
+    cache = sampler.empty_cache()
+    began = clocks()
+    for _ in range(steps):
+      logits_BV, cache = compiled(*given, cache)
+      logits_BV.block_until_ready()
+    return [sampler.rows * steps / (b - a) for a, b in zip(began, clocks(), strict=True)]
+
+  return timed
+
+
 def main(argv: list[str]) -> int:
   """Measures every case; returns the exit code."""
   del argv
+  if _SAMPLING.value:
+    config = finalize.finalize(get_config("lm:single", SAMPLED), "cpu")
+    ready = setup.prepare(config, devices.Devices("cpu", True, config.mesh.to_dict()))
+    return 0 if measure_sampling(ready, groups=64, answers=16, rows=32, new=64) else 1
   if not _LLAMA.value:
     return measure_all({case: get_config(case) for case in _CASES.value}, MOST_RATIO)
   if not flags.FLAGS["overhead_steps"].present:

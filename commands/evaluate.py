@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 
@@ -14,14 +13,13 @@ from rich.table import Table
 from commands import build, flags, preflight_facts
 from inference import task_evaluation
 from inference.request import text_spec
-from inference.sampler import TrainedModel
 from inference.task_evaluation import Result
 from processes.coordination import Lockstep, current
-from processes.watchdog import EVALUATION, STARTING, Watchdog
+from processes.watchdog import STARTING, Watchdog
 from runtime import exit_codes, files
 from training import base_parameters, reference, splits
 from training.checkpointing import integrity, reading
-from training.evaluation import Evaluator
+from training.evaluation import Evaluator, between_batches
 from training.metrics.console import ProgressLine, say
 from training.tasks import GRPO
 
@@ -77,8 +75,8 @@ def _prepare_tasks(watch: Watchdog) -> Callable[[], int]:
   read = task_evaluation.read_tasks(flags.TASKS.value)
   ready, location = build.of_checkpoint()
   tasks = task_evaluation.encode(text_spec(ready.config), read)
-  digest = hashlib.sha256(repr(read).encode()).hexdigest()[:16]
-  preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more={"tasks": digest})
+  more = {"tasks": task_evaluation.digest(read)}
+  preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more=more)
   step, params, variables = base_parameters.model_state(ready, location)
   folder = _folder(location)
   if current().first:
@@ -86,20 +84,10 @@ def _prepare_tasks(watch: Watchdog) -> Callable[[], int]:
 
   def run() -> int:
     watch.at("compiling", STARTING)
-    lockstep = Lockstep(watch.group, watch.stop)
     with ProgressLine(1) as progress:
-
-      def before(what: str, number: int, count: int) -> bool:
-        watch.at(f"{what}, batch {number + 1}: waiting for the other processes", EVALUATION)
-        if not lockstep.enter():
-          return False
-        generates = not what.startswith("scoring")  # as long as it takes
-        watch.at(f"{what}, batch {number + 1}", STARTING if generates else EVALUATION)
-        progress.evaluating(number, count)
-        return True
-
-      model = TrainedModel(ready, params, variables)
-      results = task_evaluation.evaluate(model, tasks, before)
+      lockstep = Lockstep(watch.group, watch.stop)
+      before = between_batches(watch, lockstep, progress.evaluating)
+      results = task_evaluation.TaskEvaluator(ready, tasks)((params, variables), before)
     if results is None:
       return exit_codes.STOPPED
     say(text(results, step))

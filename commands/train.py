@@ -34,7 +34,7 @@ from training.tasks import GRPO
 
 with epy.lazy_imports():  # what is said at the end, and what only some runs begin with or show
   from commands import closing, run_report
-  from inference import request
+  from inference import request, task_evaluation
   from training import base_parameters, elastic
   from training.metrics import sinks
 
@@ -88,6 +88,12 @@ def open_run(
     from inference import grpo  # of runs that draw answers alone
 
     data = dataclasses.replace(data, rollouts=grpo.checked(ready, data))
+  more = {}
+  if tasks := ready.config.evaluation.tasks:
+    read = task_evaluation.read_tasks(tasks, "evaluation.tasks")
+    encoded = task_evaluation.encode(request.text_spec(ready.config), read)
+    scores = task_evaluation.TaskEvaluator(ready, encoded).metrics
+    data, more = dataclasses.replace(data, tasks=scores), {"tasks": task_evaluation.digest(read)}
   if ready.config.checkpoint.initialize_from:
     base_parameters.ParameterReader(ready).check_model_folder(workdir)
   checkpoints = restore.RunCheckpoints(ready, workdir)
@@ -95,7 +101,7 @@ def open_run(
   with workdir_files.owned(workdir, keys, watch, room) as owner:
     record, newest = checkpoints.check_resume(data.train.source, accepted)
     sources = {"train": data.train.source, "held out": data.evaluation.source}
-    preflight_facts.about_to_run(ready, sources, workdir, writes=True)
+    preflight_facts.about_to_run(ready, sources, workdir, writes=True, more=more)
     return data, checkpoints.begin(record, owner, newest)
 
 

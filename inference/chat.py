@@ -35,7 +35,7 @@ class CachedSampler(TokenSampler):
     self._given = model.params, *([model.variables] if model.variables else [])
     self._known: list[int] = []  # the tokens in the cache
     self.pace = Pace()
-    self._piece, self._cache = self._program(PIECE), self._empty()
+    self._piece, self._cache = self._program(PIECE), self.empty_cache()
 
   def draw(self, tokens: list[int], request: Request) -> Iterator[int]:
     """Yields what follows the tokens, one by one, for as long as a row has place.

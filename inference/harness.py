@@ -57,8 +57,8 @@ class Harness:
 
   def __init__(self, model: TrainedModel):
     """Takes the model."""
-    self._scorer, self._generator = Scorer(model), BatchGenerator(model.job)
-    self._given = model.params, model.variables
+    self._scorer, self._generator = Scorer(model.job), BatchGenerator(model.job)
+    self._given = model.given
     self._spec, self._coder = model.spec, model.spec.tokenizer
     self._length = model.spec.sequence_length
     self._chat = False  # whether contexts are what the chat template has written
@@ -96,12 +96,12 @@ class Harness:
       )
       for one in requests
     ]
-    return [(score.log_likelihood, score.greedy) for score in self._scorer(rows)]
+    return [(score.log_likelihood, score.greedy) for score in self._scorer(self._given, rows)]
 
   def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
     """Returns the log-likelihood of each (text,), however long."""
     parts = [list(scoring.windows(self._coder, one.args[0], self._length)) for one in requests]
-    scores = iter(self._scorer([row for rows in parts for row in rows]))
+    scores = iter(self._scorer(self._given, [row for rows in parts for row in rows]))
     return [sum(next(scores).log_likelihood for _ in rows) for rows in parts]
 
   def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:

@@ -286,12 +286,18 @@ class TrainedModel:
   params: Any
   variables: Any = None
 
+  @property
+  def given(self) -> "Given":
+    """Returns parameters and variables."""
+    return self.params, self.variables
+
   @functools.cached_property
   def spec(self) -> TextSpec:
     """Returns what it reads and draws."""
     return text_spec(self.job.config)
 
 
+Given = tuple[Any, Any]  # parameters, placed as a job's, and the model's other variables, or None
 Take = Callable[[int, int, float], bool]  # (number of the prompt, token, log p) -> goes it on?
 Before = Callable[[int, int], bool]  # (prompts that were begun, of how many) -> go on?
 
@@ -305,7 +311,9 @@ class TokenSampler:
   Attributes:
     rows: B, those that decode together: a multiple of the parts that the batch axes make.
     slots: S, the most tokens of a row.
+    activations: dim name -> mesh axes, of a single token.
     placements: `cache/keys`, ...: of the cache, for `partitioning.rules`.
+    empty_cache, decode: compiled programs.
     pace: of the last call, over all prompts.
   """
 
@@ -326,18 +334,18 @@ class TokenSampler:
     # The only difference from training: a single token cannot be split over `context`, whose
     # devices repeat the work, nor the residual over `tensor`.
     alone = {job.legend[letter].name: () for letter in ("R", "T")}
-    self._table = {**job.config.partitioning.activations, **alone}
-    self._parts = axes_size(self._table[job.legend["B"].name], job.devices.sizes)
+    self.activations = {**job.config.partitioning.activations, **alone}
+    self._parts = axes_size(self.activations[job.legend["B"].name], job.devices.sizes)
     self.rows = -(-rows // self._parts) * self._parts
     self.slots, self._widths, self._choices = slots, widths, choices or self.spec.drawable
     self.placements = self._place()
     self.pace = Pace()
     self._prefills: dict[tuple[int, int], Callable] = {}
-    self._empty, self.decode = self._compile()
+    self.empty_cache, self.decode = self._compile()
 
   def run(
     self,
-    given: tuple[Any, Any],
+    given: Given,
     prompts: Sequence[np.ndarray],
     request: Request,
     take: Take,
@@ -363,7 +371,7 @@ class TokenSampler:
     self.pace, late = Pace(), 0 if self.job.devices.simulated else 1
     waiting, owners_B = collections.deque(range(len(prompts))), np.full(self.rows, -1)
     settings, numbers_B = self._put(self._settings(request)), np.zeros(self.rows, np.int32)
-    cache, drawn_B1 = self._empty(), self._put(np.zeros((self.rows, 1), np.int32))
+    cache, drawn_B1 = self.empty_cache(), self._put(np.zeros((self.rows, 1), np.int32))
     ones_B = self._put(np.ones(self.rows, np.int32))
     going, unread = [True] * len(prompts), collections.deque()
     while waiting or (owners_B >= 0).any():
@@ -417,8 +425,8 @@ class TokenSampler:
     for row, tokens in prompts.items():
       place = places[row // each]
       source_B[row] = place.setdefault(tokens.tobytes(), len(place))
-    few, longest = -(-each // _REFILLS), max(map(len, prompts.values()))
-    count = few if max(map(len, places)) <= few else each
+    longest, most = max(map(len, prompts.values())), max(map(len, places))
+    count = min(each, 1 << (most - 1).bit_length())  # a power of two, so that programs are few
     width = min(next(one for one in self._widths if one >= longest), self.slots)
     tokens_RT = np.full((self._parts * count, width), self.spec.tokenizer.end, np.int32)
     counts_R = np.ones(self._parts * count, np.int32)
@@ -455,7 +463,7 @@ class TokenSampler:
     if "Z" in legend:  # one cache has its layers and those with experts
       legend = {**legend, "L": dataclasses.replace(legend["L"], size=None)}
       split[legend["L"].name] = parameters[legend["Z"].name]
-    table = {**split, **self._table}
+    table = {**split, **self.activations}
     placements = {}
     for name, array in jax.eval_shape(self._empty_cache).items():
       letters = self._model.CACHE[name]
@@ -503,7 +511,7 @@ class TokenSampler:
     return self.job.compile(
       function,
       *(state.params, *given, cache, self._settings(Request(())), *_present(state.variables)),
-      activations=self._table,
+      activations=self.activations,
       in_shardings=(
         *(placed.params, *[whole] * len(given), sharded, whole),
         *_present(placed.variables),
@@ -736,7 +744,7 @@ class BatchGenerator:
     self.spec = text_spec(job.config)
 
   def __call__(
-    self, given: tuple[Any, Any], requests: Sequence[Request], before: Before | None = None
+    self, given: Given, requests: Sequence[Request], before: Before | None = None
   ) -> list[str] | None:
     """Returns the text drawn after each prompt; None if it was stopped.
 

@@ -14,11 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from inference.sampler import TrainedModel, doubled
+from inference.sampler import Given, doubled
 from input_pipeline.text.tokenizer import Tokenizer
 from models import MODELS, Scoring
 from models.losses import Batch
 from partitioning.rules import axes_size, resolve
+from training.setup import Job
 
 _DTYPES = {"tokens": "int32", "targets": "int32", "weights": "float32", "segments": "int32"}
 
@@ -54,20 +55,21 @@ class Score:
 class Scorer:
   """Scores continuations; programs are compiled when a width is first used."""
 
-  def __init__(self, model: TrainedModel):
+  def __init__(self, job: Job):
     """Compiles nothing yet.
 
     Raises:
       ValueError: the model cannot score rows.
     """
-    check_model(model.spec.model)
-    self._job, self._params, self._variables = model.job, model.params, model.variables
-    self._rows, self._length = self._job.config.data.global_batch_size, model.spec.sequence_length
+    check_model(job.config.model.name)
+    self._job, data = job, job.config.data
+    self._rows, self._length = data.global_batch_size, data.sequence_length
     self._widths = [width for width in doubled(self._length) if self._sharded(width) is not None]
     self._compiled: dict[int, tuple[Any, NamedSharding]] = {}
 
   def __call__(
     self,
+    given: Given,
     continuations: Sequence[Continuation],
     before: Callable[[int, int], bool] | None = None,
   ) -> list[Score] | None:
@@ -76,6 +78,7 @@ class Scorer:
     All processes call it with the same continuations.
 
     Args:
+      given: the parameters, placed as the job's, and the model's other variables, or None.
       continuations: at most `data.sequence_length` tokens of each are scored.
       before: called before each batch with its number, from 0, and their count; False stops.
     """
@@ -84,7 +87,7 @@ class Scorer:
     for number, (width, rows) in enumerate(batches):
       if before is not None and not before(number, len(batches)):
         return None
-      found = jax.device_get(self._run(width, [continuations[row] for row in rows]))
+      found = jax.device_get(self._run(given, width, [continuations[row] for row in rows]))
       for place, row in enumerate(rows):
         one = continuations[row]
         scores[row] = Score(
@@ -104,7 +107,7 @@ class Scorer:
       found.append((min(width for width in self._widths if width >= sizes[rows[0]]), rows))
     return found
 
-  def _run(self, width: int, rows: Sequence[Continuation]) -> Any:
+  def _run(self, given: Given, width: int, rows: Sequence[Continuation]) -> Any:
     arrays = {name: np.zeros((self._rows, width), dtype) for name, dtype in _DTYPES.items()}
     for place, one in enumerate(rows):
       tokens = one.tokens[-(self._length + 1) :].astype(np.int32)
@@ -119,7 +122,7 @@ class Scorer:
       name: jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
       for name, array in arrays.items()
     }
-    return function(self._params, batch, *([self._variables] if self._variables else []))
+    return function(given[0], batch, *([given[1]] if given[1] else []))
 
   def _program(self, width: int) -> tuple[Any, NamedSharding]:
     """Returns the program for rows of this width, and the sharding of its batches."""
@@ -129,7 +132,7 @@ class Scorer:
     abstract = {
       name: jax.ShapeDtypeStruct((self._rows, width), dtype) for name, dtype in _DTYPES.items()
     }
-    variables = [job.state.variables] if self._variables else []
+    variables = [job.state.variables] if job.state.variables else []
     placed = job.state_shardings
     compiled = job.compile(
       self._scores,

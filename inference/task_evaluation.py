@@ -4,8 +4,8 @@ The metrics are those of lm-evaluation-harness: `acc` takes the choice with the 
 log-likelihood, `acc_norm` that with the largest per character, `acc_bytes` per byte of UTF-8. A
 standard error is the standard deviation of the records' values (with n - 1) over the root of n.
 
-Tasks are records in lines of JSON (`evaluate --tasks`). A record is an object with `context`, a
-text or a list of messages, and with
+Tasks are records in lines of JSON (`evaluate --tasks`, `evaluation.tasks`). A record is an object
+with `context`, a text or a list of messages, and with
   choices, answer   multiple choice: the answer is the number of a choice, from 0, or its text
   answer            a text: is each of its tokens the model's first choice? One forward pass
   answer, until     a text, or several of which one is right: generated greedily, up to the first
@@ -16,23 +16,26 @@ All records of a file are of one kind. Other keys are ignored.
 
 import dataclasses
 import functools
+import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from inference import scoring
 from inference.request import Request, TextSpec
-from inference.sampler import BatchGenerator, TrainedModel, fitted
+from inference.sampler import BatchGenerator, Given, fitted
 from inference.scoring import Continuation, Score, Scorer
 from input_pipeline.text import chat_template, documents, files
 from input_pipeline.text.conversations import Conversation
 from input_pipeline.text.conversations import parse as conversation
 from runtime import forms
 from runtime.suggest import closest
+from training.evaluation import Before
+from training.setup import Job
 
 # ------------------------------ records ------------------------------
 
@@ -86,26 +89,32 @@ class Task:
   records: list[Record]
 
 
-def read_tasks(spec: str) -> list[Task]:
+def read_tasks(spec: str, key: str = "--tasks") -> list[Task]:
   """Returns the tasks in files.
 
   Args:
     spec: paths, globs or URIs of .jsonl files (also .gz, .zst), separated by commas.
+    key: where they are named, for messages.
 
   Raises:
     ValueError: a file is missing, or is no task; with file and line of each bad record.
   """
-  tasks = [_task(file) for file in files.find(spec, "--tasks")]
+  tasks = [_task(file, key) for file in files.find(spec, key)]
   names = [task.name for task in tasks]
   if twice := {name for name in names if names.count(name) > 1}:
     both = ", ".join(task.path for task in tasks if task.name in twice)
-    raise ValueError(f"--tasks: {both} would have the same name in the results; rename one")
+    raise ValueError(f"{key}: {both} would have the same name in the results; rename one")
   return tasks
 
 
-def _task(file: files.InputFile) -> Task:
+def digest(tasks: Sequence[Task]) -> str:
+  """Returns what tells tasks with other records apart."""
+  return hashlib.sha256(repr(tasks).encode()).hexdigest()[:16]
+
+
+def _task(file: files.InputFile, key: str) -> Task:
   if file.suffix not in files.LINES:
-    raise ValueError(f"--tasks: {file.path} is not a .jsonl file; a task has an object per line")
+    raise ValueError(f"{key}: {file.path} is not a .jsonl file; a task has an object per line")
   records, wrong = [], []
   try:
     for item in documents.json_records(file, None):
@@ -119,14 +128,14 @@ def _task(file: files.InputFile) -> Task:
   except OSError as error:
     raise documents.unreadable_error(file, error) from error
   if wrong:
-    raise forms.refusal(f"--tasks: {len(wrong):,} records cannot be scored:", wrong, _MOST_LISTED)
+    raise forms.refusal(f"{key}: {len(wrong):,} records cannot be scored:", wrong, _MOST_LISTED)
   if not records:
-    raise ValueError(f"--tasks: {file.path} is empty")
+    raise ValueError(f"{key}: {file.path} is empty")
   first = records[0]
   for record in records:
     if record.kind != first.kind:
       raise ValueError(
-        f"--tasks: {record.where} is {record.kind}, and {first.where} is {first.kind}; a file is "
+        f"{key}: {record.where} is {record.kind}, and {first.where} is {first.kind}; a file is "
         f"one task: write them into two"
       )
   name = os.path.basename(file.path)
@@ -219,8 +228,6 @@ def _pattern(value: Any) -> re.Pattern | None:
 
 
 # ------------------------------ evaluation ------------------------------
-
-Before = Callable[[str, int, int], bool]  # (what, number of the batch, of how many) -> go on?
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,33 +346,44 @@ def _check(spec: TextSpec, tokens: np.ndarray) -> None:
     )
 
 
-def evaluate(
-  model: TrainedModel, tasks: Sequence[Encoded], before: Before | None = None
-) -> list[Result] | None:
-  """Returns the result of each task; None if it was stopped. All processes call it.
+class TaskEvaluator:
+  """Scores a job's model on tasks; programs are compiled when they are first used."""
 
-  Args:
-    model: they are scored with.
-    tasks: of `encode`.
-    before: called before each batch; False stops.
-  """
-  rows = [one for task in tasks for record in task.rows for one in record]
-  scores = Scorer(model)(rows, before and functools.partial(before, "scoring"))
-  if scores is None:
-    return None
-  results, left, generator = [], iter(scores), BatchGenerator(model.job)
-  for task in tasks:
-    if task.task.kind == GENERATION:
-      what = f"generating for {task.task.name}"
-      texts = generator(
-        (model.params, model.variables), task.requests, before and functools.partial(before, what)
-      )
-      if texts is None:
-        return None
-      results.append(_generated(task, texts))
-    else:
-      results.append(_scored(task, [[next(left) for _ in record] for record in task.rows]))
-  return results
+  def __init__(self, job: Job, tasks: Sequence[Encoded]):
+    """Takes the tasks, as `encode` returns them."""
+    self._tasks, self._scorer, self._generator = tasks, Scorer(job), BatchGenerator(job)
+
+  def __call__(self, given: Given, before: Before | None = None) -> list[Result] | None:
+    """Returns the result of each task; None if it was stopped. All processes call it.
+
+    Args:
+      given: parameters and variables of the model.
+      before: called before each batch; False stops.
+    """
+    rows = [one for task in self._tasks for record in task.rows for one in record]
+    scores = self._scorer(given, rows, before and functools.partial(before, "scoring"))
+    if scores is None:
+      return None
+    results, left = [], iter(scores)
+    for task in self._tasks:
+      if task.task.kind == GENERATION:
+        what = f"generating for {task.task.name}"
+        texts = self._generator(given, task.requests, before and functools.partial(before, what))
+        if texts is None:
+          return None
+        results.append(_generated(task, texts))
+      else:
+        results.append(_scored(task, [[next(left) for _ in record] for record in task.rows]))
+    return results
+
+  def metrics(self, given: Given, before: Before) -> dict[str, tuple[float, float | None]] | None:
+    """Returns the metrics as an evaluation has them: `eval_acc/TASK` -> (value, standard error)."""
+    results = self(given, before)
+    return results and {
+      f"eval_{name}/{result.task.name}": (metric.value, metric.standard_error)
+      for result in results
+      for name, metric in result.metrics.items()
+    }
 
 
 def _scored(task: Encoded, scores: list[list[Score]]) -> Result:

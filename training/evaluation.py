@@ -15,7 +15,7 @@ from etils import epy
 
 from input_pipeline.batches import EvaluationBatches, Prefetcher
 from processes.coordination import Lockstep
-from processes.watchdog import EVALUATION, SAVING, Watchdog
+from processes.watchdog import EVALUATION, SAVING, STARTING, Watchdog
 from training.metrics import log_lines
 from training.setup import Job
 from training.state import State, merged
@@ -25,6 +25,10 @@ with epy.lazy_imports():  # of runs that average parameters
   from training import averages
 
 _READER = "prefetch of the evaluation"
+
+Before = Callable[[str, int, int], bool]  # (what, number of the batch, of how many) -> go on?
+# ((parameters, variables), before) -> metric -> (value, standard error); None if it was stopped.
+TaskScores = Callable[[tuple[Any, Any], Before], dict[str, tuple[float, float | None]] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +71,12 @@ class Evaluation:
     )
     return dataclasses.replace(self, metrics=metrics, errors=errors)
 
+  def with_tasks(self, scores: Mapping[str, tuple[float, float | None]]) -> "Evaluation":
+    """Returns this one, with the scores of tasks."""
+    values = {name: value for name, (value, _) in scores.items()}
+    errors = {name: error for name, (_, error) in scores.items() if error is not None}
+    return dataclasses.replace(self, metrics=self.metrics | values, errors=self.errors | errors)
+
   def compared(self, fingerprint: str) -> dict[str, Any]:
     """Returns what a checkpoint stores to be ranked: metrics, and the examples that they are over.
 
@@ -92,6 +102,25 @@ class Evaluation:
     return f"evaluation after step {step} ({of}{drawn}): {numbers}"
 
 
+def between_batches(
+  watch: Watchdog, lockstep: Lockstep, progress: Callable[[int, int], None] | None
+) -> Before:
+  """Returns what is called before each batch of tasks: the barrier of the processes."""
+
+  def before(what: str, number: int, count: int) -> bool:
+    watch.at(f"{what}, batch {number + 1}: waiting for the other processes", EVALUATION)
+    if not lockstep.enter():
+      watch.at("stopping", SAVING)
+      return False
+    generates = not what.startswith("scoring")  # as long as it takes
+    watch.at(f"{what}, batch {number + 1}", STARTING if generates else EVALUATION)
+    if progress is not None:
+      progress(number, count)
+    return True
+
+  return before
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
   """A compiled evaluation step over a split.
@@ -104,6 +133,7 @@ class Evaluator:
     lockstep: the barrier before every batch.
     progress: is called with the number of batches done, and of all; None shows nothing.
     rollouts: draws the answers of its batches, of GRPO (`inference.grpo.Rollouts`).
+    tasks: that are scored besides.
   """
 
   job: Job
@@ -113,9 +143,12 @@ class Evaluator:
   lockstep: Lockstep
   progress: Callable[[int, int], None] | None = None
   rollouts: Any = None
+  tasks: TaskScores | None = None
 
   def of_state(self, state: State, **steps: int) -> Evaluation | None:
-    """Evaluates the parameters, then each average of them; arguments and result as of a call.
+    """Evaluates the parameters, then each average of them, then the tasks.
+
+    Arguments and result are those of a call.
 
     An average's metrics are named as the others with `/ema_0.999` behind, and rank no checkpoint.
     """
@@ -134,7 +167,11 @@ class Evaluator:
       params = merged(average, program.split(state.params)[1])
       other = self(params, state.variables, **steps)
       found = found and other and found.beside(other, f"ema_{decay:g}")
-    return found
+    if self.tasks is None or found is None:
+      return found
+    before = between_batches(self.watch, self.lockstep, self.progress)
+    scores = self.tasks((state.params, state.variables), before)
+    return None if scores is None else found.with_tasks(scores)
 
   def __call__(
     self, params: Any, variables: Any = None, *, steps: int = 0, ranking_steps: int = 0

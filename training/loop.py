@@ -166,7 +166,9 @@ def begin(
     rollouts=rollouts,
     due=due,
     train_steps=steps,
-    evaluator=Evaluator(job, data.evaluation, evaluation, watch, lockstep, shown, rollouts),
+    evaluator=Evaluator(
+      *(job, data.evaluation, evaluation, watch, lockstep, shown, rollouts, data.tasks)
+    ),
     saver=Saver(start.checkpointer, forms.plain(config), watch, start.stored),
     bad_steps=bad_steps,
     # On simulated devices at most one step is in flight: more can deadlock in a rendezvous.

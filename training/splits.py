@@ -23,7 +23,7 @@ from training.tasks import GRPO, TASKS
 with epy.lazy_imports():  # `prepare` has no job; few data are files or mixtures
   from input_pipeline import mixture
   from input_pipeline.text import files
-  from training import setup, specs
+  from training import evaluation, setup, specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +31,16 @@ class Data:
   """The batches of a job, of both splits, opened and checked.
 
   Attributes:
+    train: of the train split.
+    evaluation: of the evaluation split.
     rollouts: of GRPO, makes what puts answers in the place of prompts (`inference.grpo.checked`).
+    tasks: those of `evaluation.tasks`, if there are any.
   """
 
   train: TrainingBatches
   evaluation: EvaluationBatches
   rollouts: Callable[..., Any] | None = None
+  tasks: "evaluation.TaskScores | None" = None
 
 
 def open_data(job: "setup.Job") -> Data:

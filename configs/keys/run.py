@@ -176,6 +176,12 @@ EVALUATION: Rows = {
     'registered metrics of the tokens, besides the task\'s: ("top_1",)',
     readers=("decoder", "tokens", "plain"),
   ),
+  "tasks": Key(
+    "",
+    "Files of records (docs/trained_models.md) on which each evaluation scores the model, as "
+    "`evaluate --tasks` does",
+    readers=("text", "tokens"),
+  ),
   "sample_tokens": Key(
     0,
     "Tokens sampled at the end of training, and with metrics.report at each evaluation; 0: off. "

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 
 import pytest
@@ -75,6 +76,44 @@ def test_tasks_are_scored_on_any_mesh(main, trained, tmp_path):
     assert one["log_likelihoods"] == pytest.approx(other["log_likelihoods"], rel=1e-5)
 
 
+def test_a_run_scores_tasks_at_each_evaluation_and_resumes_exactly(main, tmp_path):
+  records = {
+    "arc": [{"context": f"x={n}", "choices": [")", "a b"], "answer": n % 2} for n in range(9)],
+    "gen": [{"context": "de", "answer": "f", "until": [], "max_new_tokens": n} for n in (3, 2)],
+  }
+  for name, lines in records.items():
+    (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+  tasks, workdir = f"{tmp_path}/*.jsonl", tmp_path / "run"
+  settings = {"training.steps": 2, "metrics.tensorboard": False, "checkpoint.every_steps": 1}
+  settings |= {"evaluation.every_steps": 1, "evaluation.tasks": tasks}
+  keys = [f"--config.{key}={value}" for key, value in settings.items()]
+  command = ["--config=configs/dp4_tp2.py", *TINY_LM, *keys, f"--workdir={workdir}"]
+
+  def evaluations():
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "eval_loss" in line]
+
+  code, out, err = main(*command)
+  assert (code, err) == (0, "")
+  whole = evaluations()
+  assert [line["step"] for line in whole] == [1, 2]
+  assert f"eval_acc/arc {whole[1]['eval_acc/arc']:.4f} ± " in out
+  shutil.rmtree(workdir / "checkpoints" / "2")  # as if it had been killed before it was saved
+  code, out, err = main(*command)
+  assert (code, err) == (0, "")
+  scores = {"eval_acc/arc", "eval_acc_bytes/arc", "eval_exact_match/gen", "eval_loss"}
+  assert scores <= {*whole[0]}
+  kept = [{k: v for k, v in line.items() if k.startswith("eval")} for line in evaluations()]
+  assert kept == [{k: v for k, v in line.items() if k.startswith("eval")} for line in whole]
+  code, _, err = main("evaluate", str(workdir), f"--tasks={tasks}")
+  assert (code, err) == (0, "")
+  results = json.loads((workdir / "tasks" / "2.json").read_text())["tasks"]
+  for name in records:
+    for metric, found in results[name]["metrics"].items():
+      assert found["value"] == whole[1][f"eval_{metric}/{name}"]
+      assert found["standard_error"] == whole[1].get(f"eval_{metric}_stderr/{name}")
+
+
 def test_a_task_that_cannot_be_scored_is_refused(main, trained, tmp_path):
   (tmp_path / "bad.jsonl").write_text('{"context": "a", "choices": ["b", "c"], "answer": "d"}\n')
   command = ["evaluate", "--config=configs/single.py", *TINY_LM, f"--workdir={tmp_path}/new"]
@@ -86,3 +125,9 @@ def test_a_task_that_cannot_be_scored_is_refused(main, trained, tmp_path):
     assert code == 2
     assert message in err
     assert not (tmp_path / "new").exists()
+  tasks = f"--config.evaluation.tasks={tmp_path}/bad.jsonl"
+  code, _, err = main("--config=configs/single.py", *TINY_LM, tasks, f"--workdir={tmp_path}/new")
+  assert code == 2
+  assert "refused: evaluation.tasks: 1 records cannot be scored:" in err
+  assert "bad.jsonl:1: its 'answer' 'd' is not among its choices" in err
+  assert not (tmp_path / "new").exists()

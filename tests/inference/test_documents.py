@@ -65,7 +65,7 @@ def by_cache(job, params):
   for row, tokens in enumerate(alone):
     tokens_BT[row, : len(tokens)], counts_B[row] = tokens, min(2, len(tokens))
   step = jax.jit(read)
-  with job.tracing(made._table):
+  with job.tracing(made.activations):
     logits_BV, cache = step(params, tokens_BT[:, :2], counts_B, cache)
     for extra in range(LENGTH - 1):
       for number, (row, slots) in enumerate(documents()):

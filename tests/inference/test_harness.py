@@ -12,7 +12,6 @@ import types
 import pytest
 
 from inference import harness
-from inference.sampler import TrainedModel
 from inference.scoring import Scorer, pair
 from input_pipeline.text.tokenizer import ByteTokenizer
 from tests.helpers.jobs import first_state, make_job
@@ -81,9 +80,8 @@ def made(tmp_path_factory):
 def test_log_likelihoods(made):
   job, params, model = made
   pairs = [("1+1:", " 2"), ("", "17"), ("0" * 50, "123")]
-  expected = Scorer(TrainedModel(job, params))(
-    [pair(ByteTokenizer(), *one, begin=False, length=32) for one in pairs]
-  )
+  rows = [pair(ByteTokenizer(), *one, begin=False, length=32) for one in pairs]
+  expected = Scorer(job)((params, None), rows)
   found = model.loglikelihood(requests(*pairs), disable_tqdm=True)
   assert found == [(score.log_likelihood, score.greedy) for score in expected]
   assert all(type(value) is float and type(greedy) is bool for value, greedy in found)

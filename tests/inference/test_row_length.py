@@ -69,7 +69,7 @@ def test_a_short_text_has_the_frequencies_of_a_row(kind, original, strategy):
   drawing = CachedSampler(model).draw([*PROMPT], request)
   assert [next(drawing) for _ in range(NEW)] == wanted
   text = np.array([*PROMPT, *wanted], np.uint32)
-  [score] = Scorer(model)([Continuation(text, NEW)])
+  [score] = Scorer(model.job)(model.given, [Continuation(text, NEW)])
   shares_TV = numpy_decoder.softmax(logits_of(text[:-1]))[-NEW:]
   likelihood = np.log(shares_TV[np.arange(NEW), wanted]).sum()
   assert score.log_likelihood == pytest.approx(likelihood, rel=1e-5)

@@ -222,7 +222,7 @@ def test_the_cache_is_sharded_like_the_model(strategy):
   made, params = sampler(strategy)
   job = made.job
   counts_B = jnp.ones(made.rows, jnp.int32)
-  settings, cache, drawn_B1 = made._settings(GREEDY), made._empty(), counts_B[:, None]
+  settings, cache, drawn_B1 = made._settings(GREEDY), made.empty_cache(), counts_B[:, None]
   prefill, *inputs = made._inputs({0: np.ones(3, np.int32), 1: np.ones(5, np.int32)})
   drawn_B1, _, cache = prefill(params, *inputs, drawn_B1, cache, settings)
   for _ in range(2):  # after prefill and after decode
@@ -290,7 +290,7 @@ def test_other_types(monkeypatch, parameters, compute):
     made = Sampler(make_job("dp4_tp2", "lm", **types), GREEDY)
     params, settings = made.job.state.params, made._settings(GREEDY)
     tokens_BT = np.zeros((made.rows, made.prompt_tokens), np.int32)
-    with made.job.tracing(made._table):
+    with made.job.tracing(made.activations):
       counts_B, cache = tokens_BT[:, 0], jax.eval_shape(made._empty_cache)
       given = params, tokens_BT, counts_B, counts_B, tokens_BT[:, :1], cache, settings
       filled = jax.eval_shape(made._fill, *given)

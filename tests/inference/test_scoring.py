@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from inference import scoring
-from inference.sampler import TrainedModel, doubled
+from inference.sampler import doubled
 from inference.scoring import Continuation, Scorer
 from input_pipeline.text.tokenizer import ByteTokenizer
 from tests.helpers.jobs import first_state, make_job
@@ -63,9 +63,10 @@ def test_scores_are_those_of_each_row_alone(name, expected):
   strategy, overrides = JOBS[name]
   with jax.enable_x64(True):
     job = make_job(strategy, "lm", **SIZES, **overrides)
-    scorer = Scorer(TrainedModel(job, first_state(job).params))
+    scorer = Scorer(job)
     before = []
-    found = scorer(continuations(), lambda *batch: before.append(batch) is None)
+    given = first_state(job).params, None
+    found = scorer(given, continuations(), lambda *batch: before.append(batch) is None)
   assert before == [(0, 2), (1, 2)]
   np.testing.assert_allclose(
     [one.log_likelihood for one in found], [value for value, _ in expected], rtol=1e-12
@@ -78,7 +79,7 @@ def test_scores_are_those_of_each_row_alone(name, expected):
 def test_a_continuation_that_the_model_would_write_is_greedy():
   job = make_job("dp4_tp2", "lm", **{**SIZES, **dict.fromkeys(WIDE, "float32")})
   params = first_state(job).params
-  scorer, tokens = Scorer(TrainedModel(job, params)), [3, 5, 7]
+  scorer, given, tokens = Scorer(job), (params, None), [3, 5, 7]
   forward = jax.jit(lambda tokens: nnx.merge(job.program.graphdef, params)(tokens))
   for _ in range(3):
     padded = np.zeros((8, LENGTH), np.int32)
@@ -87,10 +88,9 @@ def test_a_continuation_that_the_model_would_write_is_greedy():
       tokens.append(int(np.asarray(forward(padded))[0, len(tokens) - 1].argmax()))
   right = np.array(tokens, np.uint32)
   wrong = np.where(np.arange(6) == 4, (right + 1) % 60, right)
-  assert [one.greedy for one in scorer([Continuation(right, 3), Continuation(wrong, 3)])] == [
-    *(True, False)
-  ]
-  assert scorer([Continuation(right, 3)], lambda number, count: False) is None, "stopped"
+  both = scorer(given, [Continuation(right, 3), Continuation(wrong, 3)])
+  assert [one.greedy for one in both] == [True, False]
+  assert scorer(given, [Continuation(right, 3)], lambda number, count: False) is None, "stopped"
 
 
 # ---- Texts as continuations ----

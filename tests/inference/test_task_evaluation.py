@@ -19,8 +19,8 @@ from inference.task_evaluation import (
   Metric,
   Record,
   Task,
+  TaskEvaluator,
   encode,
-  evaluate,
   parse_record,
   read_tasks,
 )
@@ -181,7 +181,7 @@ WORDS = task(LIKELIHOOD, *({"context": "1" * n, "answer": "23"} for n in (1, 40,
 
 
 def test_the_metrics_are_those_of_the_log_likelihoods(model):
-  choices, words = evaluate(model, encode(model.spec, [CHOICES, WORDS]))
+  choices, words = TaskEvaluator(model.job, encode(model.spec, [CHOICES, WORDS]))(model.given)
   for name, divisor in (("acc", lambda text: 1), ("acc_norm", len), ("acc_bytes", len)):
     right = [
       np.argmax(
@@ -223,13 +223,12 @@ def test_generated_answers_are_those_of_greedy_sampling(model):
   records[1]["answer"] = "%%%"
   records.append({**records[0], "until": [alone[0][1]], "answer": alone[0][0]})
   given = task(GENERATION, *records)
-  [result] = evaluate(model, encode(model.spec, [given]))
+  [result] = TaskEvaluator(model.job, encode(model.spec, [given]))(model.given)
   assert [sample["generated"] for sample in result.samples] == [*alone, alone[0][0]]
   assert result.metrics["exact_match"].value == 4 / 5
   assert result.truncated == 1
   requests = encode(model.spec, [given])[0].requests
-  given = model.params, model.variables
-  assert BatchGenerator(model.job)(given, requests, lambda done, count: done < 1) is None
+  assert BatchGenerator(model.job)(model.given, requests, lambda done, count: done < 1) is None
 
 
 def test_a_pattern_takes_the_answer_out_of_the_text():

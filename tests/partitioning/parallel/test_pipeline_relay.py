@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from inference.request import Request
-from inference.sampler import Sampler, TrainedModel
+from inference.sampler import Sampler
 from inference.scoring import Continuation, Scorer
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity.variants import FAMILIES
@@ -53,7 +53,7 @@ def scores(mesh):
   given = [Continuation(random.integers(1, 61, n).astype(np.uint32), n // 2) for n in (5, 9, 12)]
   with jax.enable_x64(True):
     job = prepared(mesh)
-    found = Scorer(TrainedModel(job, first_state(job).params))(given)
+    found = Scorer(job)((first_state(job).params, None), given)
   return [one.log_likelihood for one in found]
 
 
