@@ -72,7 +72,7 @@ class RolloutSampler:
     )
     self._rows, self._new, self._request = rows, new_tokens, Request((), temperature=temperature)
     self._known = self.sampler.spec.tokenizer.size
-    self._ends = {self.sampler.spec.tokenizer.end, *stop_tokens}
+    self._stops = {self.sampler.spec.tokenizer.end, *stop_tokens}
 
   def __call__(
     self,
@@ -97,20 +97,29 @@ class RolloutSampler:
     """
     [mixed] = np.random.SeedSequence([seed, step]).generate_state(1)
     request = dataclasses.replace(self._request, seed=int(mixed))
-    tokens = np.zeros((self._rows, self._new), np.int32)
-    found = Answers(
-      tokens,
-      np.zeros(self._rows, np.int32),
-      np.zeros(self._rows, bool),
-      np.zeros(tokens.shape, np.float64 if jax.config.jax_enable_x64 else np.float32),
-    )
+    drawn: list[list[int]] = [[] for _ in range(self._rows)]
+    probable: list[list[float]] = [[] for _ in range(self._rows)]
 
     def take(row: int, token: int, log_probability: float) -> bool:
-      place = found.lengths[row]
-      found.tokens[row, place], found.log_probabilities[row, place] = token, log_probability
-      found.lengths[row] += 1
-      found.ended[row] = token in self._ends or token >= self._known
-      return not found.ended[row] and place + 1 < self._new
+      drawn[row].append(token)
+      probable[row].append(log_probability)
+      return len(drawn[row]) < self._new and not self._ends(token)
 
-    whole = self.sampler.run((params, variables), prompts, request, take, before)
-    return found if whole else None
+    if not self.sampler.run((params, variables), prompts, request, take, before):
+      return None
+    wide = np.float64 if jax.config.jax_enable_x64 else np.float32
+    return Answers(
+      self._padded(drawn, np.int32),
+      np.array([*map(len, drawn)], np.int32),
+      np.array([self._ends(tokens[-1]) for tokens in drawn]),
+      self._padded(probable, wide),
+    )
+
+  def _ends(self, token: int) -> bool:
+    return token in self._stops or token >= self._known
+
+  def _padded(self, rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
+    found = np.zeros((len(rows), self._new), dtype)
+    for row, values in enumerate(rows):
+      found[row, : len(values)] = values
+    return found

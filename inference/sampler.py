@@ -406,12 +406,11 @@ class TokenSampler:
   ) -> None:
     """Gives what was drawn to those who still go on; frees the rows of those who do not."""
     drawn, probable = np.asarray(drawn_B1)[:, 0].tolist(), np.asarray(log_probabilities_B).tolist()
-    rows = [row for row in np.flatnonzero(read_B >= 0).tolist() if going[read_B[row]]]
-    self.pace.tick(len(rows))
-    for row in rows:
-      number = int(read_B[row])
-      going[number] = take(number, drawn[row], probable[row])
-      if not going[number]:
+    owners = [(row, own) for row, own in enumerate(read_B.tolist()) if own >= 0 and going[own]]
+    self.pace.tick(len(owners))
+    for row, own in owners:
+      going[own] = take(own, drawn[row], probable[row])
+      if not going[own]:
         owners_B[row] = -1
 
   def _inputs(self, prompts: Mapping[int, np.ndarray]) -> tuple:
