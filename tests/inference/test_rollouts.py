@@ -70,7 +70,7 @@ def test_log_probabilities_are_those_of_whole_rows_without_a_cache(kind):
   with jax.enable_x64(True):
     logits = jax.jit(lambda p, x: nnx.merge(job.program.graphdef, p)(x))
     with job.tracing():
-      logits_BTV = np.asarray(logits(params, rows), np.float64) / np.float32(1.3).astype(np.float64)
+      logits_BTV = np.asarray(logits(params, rows), np.float64) / 1.3
   top = logits_BTV.max(-1, keepdims=True)
   log_BTV = logits_BTV - top - np.log(np.exp(logits_BTV - top).sum(-1, keepdims=True))
   for row, prompt in enumerate(PROMPTS):
