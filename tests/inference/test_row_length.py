@@ -96,6 +96,6 @@ def test_cached_logits_are_those_of_the_training_pass(kind, original):
   np.testing.assert_allclose(trained[0, :, :61], wanted_TV, atol=2e-6 * size)
   for sampler in (Sampler(job, request), CachedSampler(TrainedModel(job, params))):
     found = jax.jit(functools.partial(read, sampler._empty_cache))
-    with job.tracing(sampler._table):
+    with job.tracing(sampler.activations):
       found_V = np.asarray(found(params))[0, :61]
     np.testing.assert_allclose(found_V, wanted_TV[8], atol=2e-6 * size)
