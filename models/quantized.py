@@ -13,9 +13,9 @@ would differ between meshes.
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -70,9 +70,20 @@ def _group(size: int) -> int:
   return math.gcd(size, GROUP)
 
 
+def _in_order(letters: str) -> str:
+  """Returns the letters of a layer's kernel in the order in which it is stored: the width first.
+
+  Only experts come before it. Of codes whose last dim is the width, the compiler for TPUs makes
+  copies in another layout, of all layers.
+  """
+  first = letters[: letters.startswith("E")]
+  return first + RESIDUAL.width + letters.removeprefix(first).replace(RESIDUAL.width, "")
+
+
 def part_letters(letters: str, dtype: str) -> dict[str, str]:
-  """Returns the last part of a name -> letters, of the arrays of a kernel with these letters."""
-  width, blocks = RESIDUAL.width, letters.replace(RESIDUAL.width, _BLOCKS)
+  """Returns the last part of a name -> letters, of the arrays of a stacked kernel."""
+  letters, width = letters[0] + _in_order(letters[1:]), RESIDUAL.width
+  blocks = letters.replace(width, _BLOCKS)
   if dtype == "int8":
     return {CODES: letters, SCALES: blocks}
   groups = blocks.replace(_last(letters), _grouped(_last(letters)))
@@ -95,19 +106,20 @@ class Format:
 
   Attributes:
     dtype: `int8` or `nf4`.
-    axis: of the width among the kernel's dims, counted from the last: others may come first.
-    last: the kernel's last dim but the width, likewise.
+    place: of the width among the kernel's dims, counted from the last: others may come first.
+    axis: of the width among the dims of what is stored, likewise; the last one is another.
   """
 
   dtype: str
+  place: int
   axis: int
-  last: int
+  last: ClassVar[int] = -1
 
   @classmethod
   def of(cls, letters: str, dtype: str) -> "Format":
-    """Returns the format of kernels with these letters."""
-    places = (letters.index(one) - len(letters) for one in (RESIDUAL.width, _last(letters)))
-    return cls(dtype, *places)
+    """Returns the format of kernels with these letters, those of a layer."""
+    both = letters, _in_order(letters)
+    return cls(dtype, *(one.index(RESIDUAL.width) - len(one) for one in both))
 
   @property
   def parts(self) -> tuple[str, ...]:
@@ -122,7 +134,14 @@ class Format:
     """Returns the shape of the kernel, of what it is stored as."""
     shape = [*parts[CODES].shape]
     shape[self.axis] = BLOCK * parts[SCALES].shape[self.axis]
-    return tuple(shape)
+    return self.moved(shape)
+
+  def moved(self, entries: Sequence) -> tuple:
+    """Returns what there is for each dim of what is stored, in the order of the kernel's dims."""
+    rank = len(entries)
+    order = [n for n in range(rank) if n != rank + self.axis]
+    order.insert(rank + self.place, rank + self.axis)
+    return tuple(entries[n] for n in order)
 
   def encoded(self, kernel: Any, xp: ModuleType = jnp) -> dict[str, Any]:
     """Returns the arrays of a kernel, computed in float32, number by number but for the largest.
@@ -133,7 +152,8 @@ class Format:
       kernel: an array of `xp`.
       xp: jax.numpy; or numpy, which divides alike on hosts of all accelerators.
     """
-    blocks = _split(kernel.astype(np.float32), self.axis, BLOCK)
+    kernel = xp.moveaxis(kernel.astype(np.float32), self.place, self.axis)
+    blocks = _split(kernel, self.axis, BLOCK)
     largest = xp.max(xp.abs(blocks), axis=self.axis)
     # Of a block of zeros any scale decodes to them.
     whole = xp.expand_dims(xp.where(largest > 0, largest, np.float32(1)), self.axis)
@@ -170,7 +190,8 @@ class Format:
       groups = _split(scales, self.last, _group(scales.shape[self.last])).astype(jnp.float32)
       steps, middles = (jnp.expand_dims(arrays[x], self.last) for x in (STEPS, MIDDLES))
       scales = _merge(groups * steps + middles, self.last)
-    return _merge(values * jnp.expand_dims(scales, self.axis), self.axis)
+    kernel = _merge(values * jnp.expand_dims(scales, self.axis), self.axis)
+    return jnp.moveaxis(kernel, self.axis, self.place)
 
 
 def _split(x: Any, axis: int, size: int) -> Any:

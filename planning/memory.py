@@ -180,7 +180,8 @@ def _logits(step: StepFacts) -> int:
 def _unembedding(step: StepFacts) -> int:
   """Returns the bytes of the kernel of the logits, gathered and cast, a copy and its gradient.
 
-  One that is not trained has no gradient.
+  One that is not trained has no gradient; if it is whole, in the compute dtype, only the copy is
+  made of it.
   """
   kernels = {p.letters: p for p in step.parameters.values() if "V" in p.letters}
   kernel = kernels.get("DV", kernels.get("VD"))
@@ -188,7 +189,8 @@ def _unembedding(step: StepFacts) -> int:
     return 0
   axes = step.activations.table[step.legend["V"].name]
   elements = math.prod(kernel.shape) // axes_size(axes, step.sizes)
-  arrays = 3 if kernel.name in step.trained else 2
+  as_stored = kernel.dtype.itemsize == step.compute_itemsize and not spec_axes(kernel.spec)
+  arrays = 3 if kernel.name in step.trained else 1 if as_stored else 2
   return arrays * elements * step.compute_itemsize
 
 

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from models.quantized import CODES, Format
 from models.spec import QUANTIZED_PARTS
+from partitioning.rules import partition_spec, spec_entries
 
 Bounds = tuple[tuple[int, int], ...]  # first, and behind the last, of each dim
 _WANTED = Mapping[str, jax.ShapeDtypeStruct]
@@ -32,7 +33,10 @@ def split_parts(wanted: _WANTED) -> tuple[dict[str, Any], dict[str, dict[str, An
 
 def whole_kernel(kind: Format, parts: _WANTED, dtype: np.dtype) -> jax.ShapeDtypeStruct:
   """Returns the kernel of these parts, unquantized, sharded as they are."""
-  return jax.ShapeDtypeStruct(kind.shape_of(parts), dtype, sharding=parts[CODES].sharding)
+  shape, sharding = kind.shape_of(parts), parts[CODES].sharding
+  spec = kind.moved(spec_entries(sharding.spec, len(shape)))
+  placed = NamedSharding(sharding.mesh, partition_spec(spec))
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
 
 
 def quantize(
@@ -93,6 +97,7 @@ def decoded(spec: Any, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
   """Returns parameters by name, with quantized kernels decoded to float32 arrays."""
   others, kernels = split_parts(arrays)
   for kernel, parts in kernels.items():
-    decode = jax.jit(spec.format_of(kernel).decoded, out_shardings=parts[CODES].sharding)
-    others[kernel] = decode(parts)
+    kind = spec.format_of(kernel)
+    whole = whole_kernel(kind, parts, np.dtype(np.float32))
+    others[kernel] = jax.jit(kind.decoded, out_shardings=whole.sharding)(parts)
   return others

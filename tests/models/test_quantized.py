@@ -47,8 +47,11 @@ def test_codes_and_scales_are_those_of_numpy(letters, shape):
     arrays = {name: np.asarray(x) for name, x in jax.jit(kind.encoded)(kernel).items()}
     on_host = kind.encoded(kernel, np)
     assert all(arrays[name].tobytes() == x.tobytes() for name, x in on_host.items())
+    stored = kind.axis  # of the width; experts' is behind the experts
+    assert stored == (-2 if letters == "FD" else -len(letters) + letters.startswith("E"))
     # By hand: the scale of each block, in the kernel's own order of dims.
-    scales = np.moveaxis(np.zeros_like(arrays["kernel_scales"], np.float64), axis, -1)
+    sizes = [n // 64 if x == "D" else n for x, n in zip(letters, shape, strict=True)]
+    scales = np.moveaxis(np.zeros(sizes), axis, -1)
     for place, block in blocks_by_hand(kernel, axis):
       scales[place] = np.abs(block).max()
     scales = np.moveaxis(scales, -1, axis)

@@ -97,7 +97,7 @@ def test_every_mesh_reads_the_codes_that_numpy_has_from_runs_and_folders(base, m
           assert read[name.removesuffix("kernel") + part].tobytes() == codes.tobytes(), (name, part)
       else:
         assert read[name].tobytes() == x.astype(jnp.bfloat16).tobytes()
-  assert read["layers/attention/out/kernel_codes"].shape == (2, 8, 6, 64)
+  assert read["layers/attention/out/kernel_codes"].shape == (2, 64, 8, 6)  # the width first
 
 
 def test_checkpoints_have_the_adapters_and_find_their_base(base, tuned):
