@@ -460,7 +460,7 @@ class TokenSampler:
     legend, parameters = self.job.legend, self.job.config.partitioning.parameters
     split = {legend[x].name: parameters[legend[x].name] for x in "Ly" if x in legend}
     if "Z" in legend:  # one cache has its layers and those with experts
-      legend = {**legend, "L": dataclasses.replace(legend["L"], size=None)}
+      legend = legend | {x: dataclasses.replace(legend[x], size=None) for x in "Ly"}
       split[legend["L"].name] = parameters[legend["Z"].name]
     table = {**split, **self.activations}
     placements = {}

@@ -173,6 +173,14 @@ FORM = {
     ("no_rope_layers", "mlp_only_layers", "moe_layers", "full_attn_idxs"), OrNull([COUNT])
   ),
   "attn_layer_indices": OrNull([COUNT]),
+  **dict.fromkeys(("layers_block_type", "mlp_layer_types"), OrNull([TEXT])),
+  "hybrid_override_pattern": _TEXTS,
+  "linear_attn_config": OrNull(
+    {
+      **dict.fromkeys(("head_dim", "num_heads", "short_conv_kernel_size"), SIZE),
+      **{key: [SIZE] for key in ("full_attn_layers", "kda_layers")},
+    }
+  ),
   **dict.fromkeys(("time_step_limit", "ssm_multipliers", "mlp_multipliers"), OrNull([forms.ANY])),
   "n_shared_experts": OrNull(forms.whole(0)),
   "original_max_position_embeddings": OrNull(SIZE),

@@ -397,6 +397,31 @@ GRANITE_HYBRID = Names(
   ),
 )
 
+_NEMOTRON_LAYER = "backbone.layers.{}."
+NEMOTRON_H = Names(
+  {
+    "backbone.embeddings.weight": ("V D", "embed/table"),
+    "backbone.norm_f.weight": ("D", "final_norm/scale"),
+    "lm_head.weight": ("V D", "unembed/kernel"),
+    **_rows(_NEMOTRON_LAYER, ("norm", "D", "attention_norm")),
+    **hf_mamba.tensors(f"{_NEMOTRON_LAYER}mixer."),
+    **_rows(
+      f"{_NEMOTRON_LAYER}mixer.",
+      ("q_proj", "NH D", "attention/query"),
+      ("k_proj", "KH D", "attention/key"),
+      ("v_proj", "KH D", "attention/value"),
+      ("o_proj", "D NH", "attention/out"),
+      ("up_proj", "F D", "mlp/up"),
+      ("down_proj", "D F", "mlp/down"),
+    ),
+  },
+  prefix="backbone.",
+  inner={"model.": "backbone."},
+  unused=("mtp.*",),
+  tied=("lm_head.weight", "backbone.embeddings.weight"),
+  instead=_rows(_NEMOTRON_LAYER, ("norm", "D", "mlp_norm")),
+)
+
 # Queries and gates of a head are side by side; so is what Gated DeltaNet reads of a key head.
 _GATED_ATTENTION: dict[str, Row] = {
   **ATTENTION,
@@ -460,6 +485,67 @@ QWEN_3_5_MOE = dataclasses.replace(
   QWEN_3_5,
   rows={**QWEN_3_5.rows, **ROUTER, **EXPERTS, **_SHARED_EXPERT},
   others=(MERGED_EXPERTS,),
+)
+
+KIMI_LINEAR = Names(
+  {
+    **{**ENDS, **NORMS, **LATENT_ATTENTION, **MLP},
+    **_rows(
+      f"{LAYER}self_attn.",
+      ("q_proj", "NH D", "attention/query"),
+      ("k_proj", "Gh D", "attention/key"),
+      ("v_proj", "Au D", "attention/value"),
+      ("b_proj", "A D", "attention/strength"),
+      ("f_a_proj", "j D", "attention/decay_latent"),
+      ("f_b_proj", "Ah j", "attention/decay"),
+      ("g_a_proj", "i D", "attention/gate_latent"),
+      ("g_b_proj", "Au i", "attention/gate"),
+      ("o_norm", "u", "attention/norm"),
+      ("o_proj", "D NU", "attention/out"),
+    ),
+    f"{LAYER}self_attn.q_conv1d.weight": ("Gh 1 w", "layers/attention/query_taps"),
+    f"{LAYER}self_attn.k_conv1d.weight": ("Gh 1 w", "layers/attention/key_taps"),
+    f"{LAYER}self_attn.v_conv1d.weight": ("Au 1 w", "layers/attention/value_taps"),
+    f"{LAYER}self_attn.A_log": ("1 1 A 1", "layers/attention/log_factor"),
+    f"{LAYER}self_attn.dt_bias": ("Ah", "layers/attention/step_bias"),
+    f"{LAYER}block_sparse_moe.gate.weight": ("e D", f"{_EXPERTS}/router/kernel"),
+    f"{LAYER}block_sparse_moe.gate.e_score_correction_bias": (
+      *("e", f"{_EXPERTS}/router/correction"),
+    ),
+    **_experts_one_by_one("block_sparse_moe", "w1", "w3", "w2"),
+    **_rows(
+      f"{LAYER}block_sparse_moe.shared_experts.",
+      ("gate_proj", "W D", "experts/shared/gate"),
+      ("up_proj", "W D", "experts/shared/up"),
+      ("down_proj", "D W", "experts/shared/down"),
+    ),
+  },
+  # As version 5.23 of transformers names the MLP of a dense layer that it writes.
+  others=(
+    {
+      f"{LAYER}block_sparse_moe.gate_proj.weight": ("F D", "layers/mlp/gate/kernel"),
+      f"{LAYER}block_sparse_moe.up_proj.weight": ("F D", "layers/mlp/up/kernel"),
+      f"{LAYER}block_sparse_moe.down_proj.weight": ("D F", "layers/mlp/down/kernel"),
+    },
+  ),
+  # Of layers with Kimi Delta Attention.
+  instead=_rows(
+    f"{LAYER}self_attn.", ("q_proj", "Gh D", "attention/query"), ("o_proj", "D Au", "attention/out")
+  ),
+)
+MINIMAX = Names(
+  {
+    **MIXTRAL.rows,
+    **_rows(
+      f"{LAYER}self_attn.",
+      ("qkv_proj", "G:Gh+Gh+Au D", *QKV),
+      ("output_gate", "Au D", "attention/gate"),
+      ("out_proj", "D Au", "attention/out"),
+    ),
+    f"{LAYER}self_attn.norm.weight": ("Au", "layers/attention/norm/scale"),
+  },
+  others=MIXTRAL.others,
+  unused=("model.layers.*.self_attn.slope_rate", "model.layers.*.self_attn.*_decay"),
 )
 
 # ------------------------------ config.json ------------------------------
@@ -853,6 +939,82 @@ FAMILIES: dict[str, Family] = {
       *(*hf_mamba.FALCON, *hf_mamba.PLAIN),
     ),
     ignored=hf_mamba.IGNORED,
+  ),
+  "nemotron_h": Family(
+    *("NemotronHForCausalLM", NEMOTRON_H),
+    {
+      "vocab_size": 131_072,
+      "hidden_size": 4096,
+      "intermediate_size": 21_504,
+      "num_attention_heads": 32,
+      "num_key_value_heads": 8,
+      "head_dim": 128,
+      "max_position_embeddings": 4096,
+      "layer_norm_epsilon": 1e-5,
+      "mlp_hidden_act": "relu2",
+      "tie_word_embeddings": False,
+      "mamba_num_heads": 128,
+      "mamba_head_dim": 64,
+      "n_groups": 8,
+      "ssm_state_size": 128,
+      "conv_kernel": 4,
+    },
+    (
+      *(_STACK[1], _STACK[2], field("num_attention_heads", "heads"), parts.KV_HEADS),
+      *(parts.HEAD_SIZE, parts.SCALE, field("vocab_size", "vocabulary_size")),
+      number("layer_norm_epsilon", "norm_epsilon"),
+      flag("tie_word_embeddings", "tied_embeddings"),
+      choice("mlp_hidden_act", "activation", parts.ACTIVATIONS),
+      *(parts.biases(mlp_bias="mlp"), *hf_mamba.NEMOTRON),
+    ),
+    fixed={"gated": False},
+    ignored=hf_mamba.NEMOTRON_IGNORED,
+  ),
+  "kimi_linear": Family(
+    *("KimiLinearForCausalLM", KIMI_LINEAR),
+    {
+      **_defaults(2304, 9216, 27, 32, 32, 163_840, None, 1e-5),
+      "model_max_length": 1_048_576,
+      "kv_lora_rank": 512,
+      "qk_nope_head_dim": 128,
+      "qk_rope_head_dim": 64,
+      "v_head_dim": 128,
+      "moe_intermediate_size": 1024,
+      "num_experts": 256,
+      "num_experts_per_token": 8,
+      "num_shared_experts": 1,
+      "num_expert_group": 1,
+      "topk_group": 1,
+      "moe_renormalize": True,
+      "routed_scaling_factor": 2.446,
+      "linear_head_dim": 128,
+      "linear_num_heads": 32,
+      "linear_conv_kernel_dim": 4,
+      "first_k_dense_replace": 1,
+    },
+    (*_LATENT_PARTS, *parts.KIMI_LINEAR),
+    fixed={"attention": "latent", **_CORRECTED},
+    # The size of a head follows from others, and nothing is rotated.
+    ignored=(
+      *("head_dim", "rope_theta", "rope_scaling", "use_grouped_topk", "num_nextn_predict_layers"),
+      *("output_router_logits", "max_position_embeddings"),
+    ),
+    positions="model_max_length",
+  ),
+  "minimax": Family(
+    *("MiniMaxForCausalLM", MINIMAX),
+    _defaults(
+      *(4096, 14_336, 32, 32, 8, 32_000, 131_072, 1e-5),
+      num_experts_per_tok=2,
+      **dict.fromkeys(parts.MINIMAX_FACTORS, 1),
+    ),
+    (
+      *(*_COMMON, parts.SCALE, parts.only("hidden_act", "silu"), parts.WINDOW),
+      *(rope(1_000_000.0), parts.MINIMAX, parts.MINIMAX_LAYERS),
+      *(parts.expert_count(8, "num_local_experts"), *_MIXTURE),
+    ),
+    fixed={"activation": "silu"},
+    ignored=(*_EXPERTS_IGNORED, "block_size"),
   ),
   "mixtral": Family(
     *("MixtralForCausalLM", MIXTRAL),

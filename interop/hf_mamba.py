@@ -14,7 +14,7 @@ from interop.hf_parts import (
   value_of,
 )
 from runtime import forms
-from runtime.layer_kinds import MIXER, WITH_MIXER
+from runtime.layer_kinds import MIXER, MLP, WITH_MIXER
 
 MAMBA = "mamba2"  # model.mixer
 
@@ -245,4 +245,82 @@ FALCON = (
   Part(_NORMS, _read_norm, _write_norm),
   Part((*_FACTORS, *_LISTS), _read_factors, _write_factors),
   only("projectors_bias", False),
+)
+
+# ------------------------------ Nemotron-H ------------------------------
+
+_KINDS_LISTED, _PATTERN, _LAYERS = (
+  "layers_block_type",
+  "hybrid_override_pattern",
+  "num_hidden_layers",
+)
+# In the notation of transformers 5.23, of earlier ones, and of the published files -> ours.
+_PARTS = {"linear_attention": MIXER, "full_attention": "full_unrotated", "mlp": MLP}
+_PARTS |= {"mamba": MIXER, "attention": "full_unrotated"}
+_PARTS |= {"M": MIXER, "*": "full_unrotated", "-": MLP}
+_NEMOTRON_SIZES = {
+  "mamba_num_heads": "mixer_heads",
+  "n_groups": "mixer_key_heads",
+  "ssm_state_size": "mixer_head_size",
+  "mamba_head_dim": "mixer_value_head_size",
+  "conv_kernel": "convolution_size",
+}
+
+
+def _read_nemotron(theirs: Theirs) -> dict[str, Any]:
+  """Each layer has one part; attention has no positions."""
+  kinds = theirs.get(_KINDS_LISTED) or [*(theirs.get(_PATTERN) or "")]
+  if unknown := [one for one in kinds if one not in _PARTS]:
+    why = "linear_attention (M), full_attention (*) and mlp (-) are read"
+    if unknown[0] in ("moe", "E"):
+      why = "experts of this family have no gate, and those here have"
+    raise ValueError(f"layers of the type {short(unknown[0])}: {why}")
+  if not kinds or theirs.get(_LAYERS) not in (None, len(kinds)):
+    raise ValueError(
+      f"{_KINDS_LISTED}, or {_PATTERN}: a type for each of {_LAYERS}={theirs.get(_LAYERS)} layers "
+      f"is needed, and there are {len(kinds)}"
+    )
+  types = tuple(_PARTS[one] for one in kinds)
+  sizes = {ours: value_of(theirs, key) for key, ours in _NEMOTRON_SIZES.items()}
+  limits = {"mixer_step_limits": _limits(theirs)}
+  return {"layers": len(kinds), "layer_types": types, "mixer": MAMBA, **sizes, **limits}
+
+
+def _write_nemotron(model: Ours) -> dict[str, Any]:
+  found = {key: model[ours] for key, ours in _NEMOTRON_SIZES.items()}
+  limits = [*model["mixer_step_limits"]]
+  types = types_of(model)
+  named = {ours: theirs for theirs, ours in reversed(_PARTS.items()) if len(theirs) > 1}
+  letters = {ours: theirs for theirs, ours in _PARTS.items() if len(theirs) == 1}
+  return {
+    **found,
+    **({_LIMITS: limits} if limits else {}),
+    _LAYERS: len(types),
+    _KINDS_LISTED: [named.get(one, one) for one in types],
+    _PATTERN: "".join(letters.get(one, "?") for one in types),
+  }
+
+
+NEMOTRON = (
+  Part(
+    (*_NEMOTRON_SIZES, _LIMITS, _KINDS_LISTED, _PATTERN, _LAYERS), _read_nemotron, _write_nemotron
+  ),
+  *(only("use_conv_bias", True), only("use_bias", False), only("mamba_proj_bias", False)),
+  *(only("mamba_hidden_act", "silu"), only("sliding_window", None)),
+)
+# Of how parameters are drawn, of kernels and caches, and of experts, which other files have.
+NEMOTRON_IGNORED = (
+  *(
+    "expand",
+    "chunk_size",
+    "time_step_min",
+    "time_step_max",
+    "time_step_floor",
+    "residual_in_fp32",
+  ),
+  *("rescale_prenorm_residual", "use_mamba_kernels", "mamba_ssm_cache_dtype", "num_logits_to_keep"),
+  *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "num_experts_per_tok"),
+  *("moe_shared_expert_intermediate_size", "moe_latent_size", "moe_shared_expert_overlap"),
+  *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob", "output_router_logits"),
+  *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
 )

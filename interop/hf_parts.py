@@ -503,6 +503,120 @@ GATED_DELTA_LAYERS = mixer_layers(
   *("linear_attention", "gated_delta", LINEAR, "full_attention_interval"), full=_is_last_of_some
 )
 
+# ------------------------------ of Kimi Linear ------------------------------
+
+_NESTED, _DENSE, _KINDS = "linear_attn_config", "first_k_dense_replace", "mlp_layer_types"
+_KIMI_SIZES = {
+  "linear_head_dim": ("mixer_head_size", "mixer_value_head_size"),
+  "linear_num_heads": ("mixer_heads", "mixer_key_heads"),
+  "linear_conv_kernel_dim": ("convolution_size",),
+}
+# Theirs in the object of published files -> of transformers.
+_KIMI_NESTED = {
+  "head_dim": "linear_head_dim",
+  "num_heads": "linear_num_heads",
+  "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+_KIMI_LAYERS = mixer_layers(
+  *("linear_attention", "kimi_delta", {}),
+  full=lambda theirs, layer: (
+    layer + 1 in theirs[_NESTED]["full_attn_layers"]
+    if (theirs.get(_NESTED) or {}).get("full_attn_layers")
+    else layer > 0 and layer % 4 == 0
+  ),
+)
+
+
+def _read_kimi(theirs: Theirs) -> dict[str, Any]:
+  """In the notation of the published files, whose layers count from 1, or of transformers."""
+  nested = {
+    _KIMI_NESTED[key]: x for key, x in (theirs.get(_NESTED) or {}).items() if key in _KIMI_NESTED
+  }
+  theirs = {**theirs, **nested}
+  found, layers = _KIMI_LAYERS.read(theirs), value_of(theirs, "num_hidden_layers")
+  types = found.get("layer_types", ("full",))
+  found["layer_types"] = tuple("full_unrotated" if one == "full" else one for one in types)
+  for key, names in _KIMI_SIZES.items():
+    found |= dict.fromkeys(names, value_of(theirs, key))
+  dense = value_of(theirs, _DENSE, forms.whole(0))
+  kinds = theirs.get(_KINDS) or ["dense" if n < dense else "sparse" for n in range(layers)]
+  if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
+    raise ValueError(f"{_KINDS}={short(kinds)}: dense or sparse for each of the {layers} layers")
+  return {**found, "mlp_only_layers": tuple(n for n, one in enumerate(kinds) if one == "dense")}
+
+
+def _write_kimi(model: Ours) -> dict[str, Any]:
+  kinds = ["linear_attention" if one == MIXER else FULL for one in types_of(model)]
+  sparse = ["sparse" if one else "dense" for one in sparse_of(model)]
+  return {
+    **{key: model[names[0]] for key, names in _KIMI_SIZES.items()},
+    **{"layer_types": kinds, _KINDS: sparse, _DENSE: (*sparse, "sparse").index("sparse")},
+    _NESTED: {
+      **{ours: model[_KIMI_SIZES[key][0]] for ours, key in _KIMI_NESTED.items()},
+      "full_attn_layers": [n for n, one in enumerate(kinds, 1) if one == FULL],
+      "kda_layers": [n for n, one in enumerate(kinds, 1) if one != FULL],
+    },
+  }
+
+
+KIMI_LINEAR = (
+  Part((*_KIMI_LAYERS.keys, *_KIMI_SIZES, _NESTED, _DENSE, _KINDS), _read_kimi, _write_kimi),
+  field("num_experts", "experts"),
+  number("routed_scaling_factor", "router_scale"),
+  field("num_experts_per_token", "experts_per_token"),
+  field("moe_intermediate_size", "expert_feedforward_size"),
+  Part(
+    ("num_shared_experts",),
+    lambda theirs: {
+      "shared_feedforward_size": value_of(theirs, "moe_intermediate_size")
+      * value_of(theirs, "num_shared_experts")
+    },
+    lambda model: {
+      "num_shared_experts": model["shared_feedforward_size"] // model["expert_feedforward_size"]
+    },
+  ),
+  *(field("num_expert_group", "router_groups"), field("topk_group", "router_top_groups")),
+  flag("moe_renormalize", "router_normalized"),
+  *(only("moe_router_activation_func", "sigmoid"), only("mla_use_nope", True)),
+  only("moe_layer_freq", 1),
+  Part(
+    (),
+    lambda theirs: {"attention_scale": _latent_head_size(theirs) ** -0.5},
+  ),
+)
+
+# ------------------------------ of MiniMax-01 ------------------------------
+
+_MINIMAX_PARTS = ("full_attn", "linear_attn", "mlp")
+MINIMAX_FACTORS = tuple(f"{x}_{of}_factor" for of in ("alpha", "beta") for x in _MINIMAX_PARTS)
+MINIMAX_LAYERS = mixer_layers(
+  "linear_attention", "lightning", {}, full=lambda _, layer: layer % 2 == 0
+)
+
+
+def _read_minimax(theirs: Theirs) -> dict[str, Any]:
+  """The factors of all parts, and heads of lightning attention, as many as of attention."""
+  numbers = [value_of(theirs, key, forms.ABOVE_0) for key in MINIMAX_FACTORS]
+  for keys, each in ((MINIMAX_FACTORS[:3], numbers[:3]), (MINIMAX_FACTORS[3:], numbers[3:])):
+    if len({*each}) > 1:
+      raise ValueError(f"{', '.join(keys)}={short(each)}: those of all parts are equal here")
+  heads, size = value_of(theirs, "num_attention_heads"), head_size_of(theirs)
+  return {
+    **{"normed_residual": float(numbers[0]), "residual_multiplier": float(numbers[3])},
+    **dict.fromkeys(("mixer_heads", "mixer_key_heads"), heads),
+    **dict.fromkeys(("mixer_head_size", "mixer_value_head_size"), size),
+  }
+
+
+MINIMAX = Part(
+  MINIMAX_FACTORS,
+  _read_minimax,
+  lambda model: {
+    key: model["normed_residual" if "alpha" in key else "residual_multiplier"]
+    for key in MINIMAX_FACTORS
+  },
+)
+
 # ------------------------------ rotary positions ------------------------------
 
 UNSCALED = "default"

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from interop.hf_families import FAMILIES, LAYER, Names, Row
-from models.spec import LAYERS, LORA_A, LORA_B, MTP_LAYERS, DecoderSpec
+from models.spec import LORA_A, LORA_B, MTP_LAYERS, DecoderSpec
+from runtime.layer_kinds import LAYERS
 
 _ONE = "1"  # an axis of one element, which no dim of ours is
 _EXPERTS = "E"  # the letter of experts, the first of their parameters in a layer
@@ -34,8 +35,7 @@ class Part:
       another along every axis.
     run: how many of its elements follow one another along that axis.
     period: from the first element of a run to that of the next.
-    matrix: its index along the first dim of a tensor of all experts, or of one element; None: of
-      another.
+    matrix: its index along the first dim of a tensor of all experts; None: of another.
   """
 
   parameter: str
@@ -204,8 +204,6 @@ def _tensor(
   if not stacked:
     lengths = iter(shape)
     shape = [1 if axis == _ONE else next(lengths) for axis in every]
-    if every[0] == _ONE:
-      parts = [dataclasses.replace(part, matrix=0) for part in parts]
     return Tensor(name, tuple(shape), tuple(parts))
   of_experts = [
     dataclasses.replace(part, place=(*place, expert), matrix=expert)

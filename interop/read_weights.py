@@ -327,6 +327,8 @@ def open_folder(location: str, spec: DecoderSpec, key: str) -> Source:
   for name, tensor in found.tensors.items():
     for part in tensor.parts:
       one = stored[name] if part.matrix is None else stored[name].part(part.matrix)
+      while len(one.shape) > len(part.axes) and one.shape[0] == 1:  # axes of one element
+        one = one.part(0)
       parts.setdefault(part.parameter, []).append((one, part))
   return Source(folder, described, parts, name_maps.sizes_of(spec))
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 
-# How names of activations of all layers begin; of dense ones beside experts; of mixer layers.
-STACKED, DENSE, MIXERS = "layers/", "dense_layers/", "mixer_layers/"
+from runtime.layer_kinds import LAYERS
+
+STACKED = LAYERS  # how names of activations of layers begin, where all are alike
 # What is recorded, and what is computed of each activation.
 _RECORD: contextvars.ContextVar[tuple[dict[str, Any], Callable] | None] = contextvars.ContextVar(
   "activations", default=None
@@ -23,8 +24,8 @@ _RECORD: contextvars.ContextVar[tuple[dict[str, Any], Callable] | None] = contex
 def recording(each: Callable[[jax.Array], Any] = lambda x: x) -> Iterator[dict[str, Any]]:
   """Yields name -> activation of the forward pass that is traced inside the block, in its order.
 
-  Those of stacked layers have the layers as their first dim, and names that begin with STACKED,
-  DENSE or MIXERS.
+  Those of stacked layers have the layers as their first dim, and names that begin with that of the
+  stack.
 
   Args:
     each: computed of each activation and recorded in its place, a tree of arrays. A large model has

@@ -19,7 +19,7 @@ from models.layers import MLP, Linear, clamped_gate
 from models.load_balance import BALANCE, Z_LOSS, chosen
 from models.losses import COUNTS
 from models.positions import Rows
-from models.spec import LAYERS, RESIDUAL, DecoderSpec, under
+from models.spec import RESIDUAL, DecoderSpec, under
 from partitioning.constraints import constrain
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import collectives
@@ -34,6 +34,7 @@ from partitioning.parallel.sharded_function import (
   summed_last,
 )
 from partitioning.rules import Axes
+from runtime.layer_kinds import LAYERS
 
 # ------------------------------ the choice of experts ------------------------------
 # From the logits of a linear layer: scores; of those, the top k, maybe within the best groups of

@@ -132,10 +132,12 @@ class LatentAttention(nnx.Module):
     latent_BRC = constrain(self.latent_norm(latent_BRC), LATENT.between)
     return named(q_BTNH, "query"), latent_BRC, rotary_BRI
 
-  def _rotated(self, x_BTNI: Float[Array, "B T N I"], table_2BTh: Array) -> Array:
+  def _rotated(self, x_BTNI: Float[Array, "B T N I"], table_2BTh: Array | None) -> Array:
+    if table_2BTh is None:  # no layer rotates
+      return x_BTNI
     return apply_rope(x_BTNI, table_2BTh, adjacent=self.adjacent_pairs)
 
-  def _rotated_last(self, q_BTNH: Float[Array, "B T N H"], table_2BTh: Array) -> Array:
+  def _rotated_last(self, q_BTNH: Float[Array, "B T N H"], table_2BTh: Array | None) -> Array:
     """Returns queries of which the last dims are rotated."""
     unrotated, rotary = q_BTNH[..., : self.unrotated_size], q_BTNH[..., self.unrotated_size :]
     return jnp.concatenate([unrotated, self._rotated(rotary, table_2BTh)], axis=-1)

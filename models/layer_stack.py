@@ -8,7 +8,8 @@ Names carry their dims: `x_BRD` is batch, residual sequence, width.
 import functools
 import importlib
 import itertools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -29,21 +30,22 @@ from models.attention import (
 from models.layers import MLPS, NORMS, dropout, named, rematerialized
 from models.losses import Sums
 from models.positions import Layer, Rows
-from models.spec import (
-  DENSE_LAYERS,
-  LATENT_ATTENTION,
-  LAYERS,
-  MIXER_LAYERS,
-  NO_MIXER,
-  RESIDUAL,
-  LayersSpec,
-  under,
-)
+from models.spec import LATENT_ATTENTION, RESIDUAL, LayersSpec, under
 from partitioning.constraints import automatic_layout
 from partitioning.dtypes import scaled
 from partitioning.mesh_sizes import STAGE
 from runtime.extensions import Table
-from runtime.layer_kinds import MIXER, is_sparse, layer_type
+from runtime.layer_kinds import (
+  LAYERS,
+  MIXER,
+  MIXER_LAYERS,
+  MLP,
+  MLP_LAYERS,
+  OF_DENSE,
+  OF_MIXERS,
+  layer_type,
+  stack_of,
+)
 
 # ------------------------------ one layer ------------------------------
 
@@ -87,7 +89,7 @@ MIXERS: Table = Table(
 
 def attention_class(spec: LayersSpec, stack: str = LAYERS) -> type[nnx.Module]:
   """Returns the class of the attention of a stack's layers, or of what they have in its place."""
-  if stack == MIXER_LAYERS:
+  if stack in OF_MIXERS:
     return mixer_class(spec.mixer)
   found = ATTENTION[spec.attention]
   return found if isinstance(found, type) else found()
@@ -100,7 +102,7 @@ def mixer_class(name: str) -> type[nnx.Module]:
 
 
 class Block(nnx.Module):
-  """One layer: attention and MLP, each with a norm before it, after it, or both.
+  """One layer: attention and MLP, or one of them, each with a norm before it, after it, or both.
 
   In place of the MLP it may have a mixture of experts.
   """
@@ -111,43 +113,46 @@ class Block(nnx.Module):
     Args:
       spec: of the model.
       rngs: draws them.
-      stack: how their names begin. Of a model with experts the layers in `dense_layers/` have none;
-        those in `mixer_layers/` have a mixer in place of attention, under the same name.
+      stack: how their names begin. Of a model with experts the layers of OF_DENSE have none; those
+        of OF_MIXERS have a mixer in place of attention, under the same name.
     """
     self.spec, norm = spec, NORMS[spec.norm]
-    if spec.pre_norms:
-      self.attention_norm = norm(f"{stack}attention_norm", spec)
-    self.attention = attention_class(spec, stack)(spec, rngs=rngs, name=f"{stack}attention")
-    if spec.with_mixers:
-      self.mixer = attention_class(spec, MIXER_LAYERS)(spec, rngs=rngs, name=f"{stack}mixer")
-    if spec.pre_norms:
+    attends, self.feeds = _parts_of(spec, stack)
+    if attends:
+      if spec.pre_norms:
+        self.attention_norm = norm(f"{stack}attention_norm", spec)
+      self.attention = attention_class(spec, stack)(spec, rngs=rngs, name=f"{stack}attention")
+      if spec.with_mixers:
+        self.mixer = attention_class(spec, MIXER_LAYERS)(spec, rngs=rngs, name=f"{stack}mixer")
+    self.attends, self.sparse = attends, self.feeds and _has_experts(spec, stack)
+    if self.feeds and spec.pre_norms:
       self.mlp_norm = norm(f"{stack}mlp_norm", spec)
-    self.sparse = spec.experts > 0 and stack != DENSE_LAYERS
     if self.sparse:
       from models.experts import Experts  # of such models alone
 
       self.experts = Experts(spec, rngs=rngs, name=f"{stack}experts")
-    else:
+    elif self.feeds:
       self.mlp = MLPS[spec.mlp](spec, rngs=rngs, name=f"{stack}mlp")
     if spec.post_norms:
-      self.attention_post_norm = norm(f"{stack}attention_post_norm", spec)
-      self.mlp_post_norm = norm(f"{stack}mlp_post_norm", spec)
+      for part in ["attention"] * attends + ["mlp"] * self.feeds:
+        setattr(self, f"{part}_post_norm", norm(f"{stack}{part}_post_norm", spec))
 
   @staticmethod
   def dims(spec: LayersSpec, stack: str = LAYERS) -> dict[str, str]:
     """Returns parameter -> letters, of a layer of a stack, in the order of computation."""
-    if spec.experts > 0 and stack != DENSE_LAYERS:
+    parts, (attends, feeds) = {}, _parts_of(spec, stack)
+    if attends:
+      parts["attention"] = under("attention", attention_class(spec, stack).dims(spec))
+      if spec.with_mixers:
+        parts["attention"] |= under("mixer", attention_class(spec, MIXER_LAYERS).dims(spec))
+    if feeds and _has_experts(spec, stack):
       from models.experts import Experts
 
-      feedforward = under("experts", Experts.dims(spec))
-    else:
-      feedforward = under("mlp", MLPS[spec.mlp].dims(spec))
-    attention = under("attention", attention_class(spec, stack).dims(spec))
-    if spec.with_mixers:
-      attention |= under("mixer", attention_class(spec, MIXER_LAYERS).dims(spec))
-    norm = NORMS[spec.norm].dims(spec)
-    found = {}
-    for part, rows in (("attention", attention), ("mlp", feedforward)):
+      parts["mlp"] = under("experts", Experts.dims(spec))
+    elif feeds:
+      parts["mlp"] = under("mlp", MLPS[spec.mlp].dims(spec))
+    norm, found = NORMS[spec.norm].dims(spec), {}
+    for part, rows in parts.items():
       found |= under(f"{part}_norm", norm) if spec.pre_norms else {}
       found |= rows | (under(f"{part}_post_norm", norm) if spec.post_norms else {})
     return found
@@ -155,6 +160,8 @@ class Block(nnx.Module):
   @property
   def cached(self) -> tuple[str, ...]:
     """Returns the names of the arrays of the layer's cache."""
+    if not self.attends:
+      return ()
     return self.attention.cached + (self.mixer.cached if self.spec.with_mixers else ())
 
   def __call__(
@@ -182,40 +189,63 @@ class Block(nnx.Module):
     if key is not None:
       count = 4 if spec.lora.dropout else 2
       keys = (*jax.random.split(key, count), None, None)[:4]
-    x_BRD = named(x_BRD, "layer_input")
-    normed_BRD = x_BRD
-    if spec.pre_norms:
-      normed_BRD = named(self.attention_norm(x_BRD), "attention_input")
-    update_BRD, cache = self.attention(normed_BRD, layer, rows, cache, keys[2])
-    if spec.with_mixers:
-      key = None if keys[2] is None else jax.random.fold_in(keys[2], 1)
-      more_BRD, cache = self.mixer(normed_BRD, layer, rows, cache, key)
-      update_BRD = update_BRD + more_BRD
-    update_BRD = named(update_BRD, "attention_update")
-    if spec.post_norms:
-      update_BRD = self.attention_post_norm(update_BRD)
-    update_BRD = self._scaled(update_BRD)
-    activations.record("attention", update_BRD)
-    x_BRD = x_BRD + dropout(update_BRD, spec.dropout_rate, keys[0], rows.slots_BT[0])
-    normed_BRD = named(self.mlp_norm(x_BRD), "mlp_input") if spec.pre_norms else x_BRD
-    numbers = {}
-    if self.sparse:
-      update_BRD, numbers = self.experts(normed_BRD, rows)
-    else:
-      update_BRD = self.mlp(normed_BRD, keys[3], rows.slots_BT[0])
-    update_BRD = named(update_BRD, "mlp_update")
-    if spec.post_norms:
-      update_BRD = self.mlp_post_norm(update_BRD)
-    update_BRD = self._scaled(update_BRD)
-    activations.record("mlp", update_BRD)
-    x_BRD = x_BRD + dropout(update_BRD, spec.dropout_rate, keys[1], rows.slots_BT[0])
+    x_BRD, numbers = named(x_BRD, "layer_input"), {}
+    if self.attends:
+      normed_BRD = self._normed(x_BRD, "attention")
+      update_BRD, cache = self.attention(normed_BRD, layer, rows, cache, keys[2])
+      if spec.with_mixers:
+        key = None if keys[2] is None else jax.random.fold_in(keys[2], 1)
+        more_BRD, cache = self.mixer(normed_BRD, layer, rows, cache, key)
+        update_BRD = update_BRD + more_BRD
+      x_BRD = self._added(x_BRD, normed_BRD, update_BRD, "attention", keys[0], rows)
+    if self.feeds:
+      normed_BRD = self._normed(x_BRD, "mlp")
+      if self.sparse:
+        update_BRD, numbers = self.experts(normed_BRD, rows)
+      else:
+        update_BRD = self.mlp(normed_BRD, keys[3], rows.slots_BT[0])
+      x_BRD = self._added(x_BRD, normed_BRD, update_BRD, "mlp", keys[1], rows)
     activations.record("residual", x_BRD)
     return x_BRD, cache, numbers
 
-  def _scaled(self, update_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
-    """Returns what is added to the residual, times `model.residual_multiplier` (Granite)."""
-    factor = self.spec.residual_multiplier
-    return update_BRD if factor == 1.0 else scaled(update_BRD, factor)
+  def _normed(self, x_BRD: Float[Array, "B R D"], part: str) -> Float[Array, "B R D"]:
+    """Returns what a part of the layer reads."""
+    if not self.spec.pre_norms:
+      return x_BRD
+    return named(getattr(self, f"{part}_norm")(x_BRD), f"{part}_input")
+
+  def _added(
+    self,
+    x_BRD: Float[Array, "B R D"],
+    normed_BRD: Float[Array, "B R D"],
+    update_BRD: Float[Array, "B R D"],
+    part: str,
+    key: Key[Array, ""] | None,
+    rows: Rows,
+  ) -> Float[Array, "B R D"]:
+    """Returns the residual with what a part of the layer has computed of it.
+
+    That is times `model.residual_multiplier` (Granite); and with `model.normed_residual` added to
+    so much of the part's normalized input in place of the residual (MiniMax-01).
+    """
+    update_BRD, spec = named(update_BRD, f"{part}_update"), self.spec
+    if spec.post_norms:
+      update_BRD = getattr(self, f"{part}_post_norm")(update_BRD)
+    if spec.residual_multiplier != 1.0:
+      update_BRD = scaled(update_BRD, spec.residual_multiplier)
+    if spec.normed_residual:
+      x_BRD = scaled(normed_BRD, spec.normed_residual)
+    activations.record(part, update_BRD)
+    return x_BRD + dropout(update_BRD, spec.dropout_rate, key, rows.slots_BT[0])
+
+
+def _parts_of(spec: LayersSpec, stack: str) -> tuple[bool, bool]:
+  """Returns whether the layers of a stack have attention, or a mixer, and whether an MLP."""
+  return stack != MLP_LAYERS, spec.parts == 2 or stack == MLP_LAYERS
+
+
+def _has_experts(spec: LayersSpec, stack: str) -> bool:
+  return spec.experts > 0 and stack not in OF_DENSE
 
 
 def stacked(
@@ -235,114 +265,148 @@ def stacked(
 
 # The carry and what one layer is given -> the carry and what the layer returns.
 Step = Callable[[Any, Any], tuple[Any, Any]]
-# Letters of stacked layers: of all, or those with experts or attention; of dense ones beside
-# experts; of mixer layers; of those that predict further tokens.
-STACKS = ("L", "Z", "y", "Y")
-# (beside, main, times): so many times, first so many layers of the stack beside the main one, dense
-# or mixer layers, and then so many of that.
-Group = tuple[int, int, int]
+# Runs of layers of a stack, (its name, how many), one after another, and how often all of them.
+Group = tuple[tuple[tuple[str, int], ...], int]
 
 
 def order_of(model: Any) -> tuple[Group, ...]:
-  """Returns the order of layers of the main stack and of the one beside it, if there is one.
+  """Returns the order of the layers of all stacks.
 
   Equal groups that follow each other are one scan, whose code is that of one of them.
 
   Args:
     model: a spec, or the section `model` of a finalized config.
   """
-  if getattr(model, "mixer", NO_MIXER) != NO_MIXER:
-    kinds = [layer_type(model, layer) != MIXER for layer in range(model.layers)]
-  elif getattr(model, "experts", 0):
-    kinds = [is_sparse(model, layer) for layer in range(model.layers)]
-  else:
-    kinds = [True] * model.layers
-  pairs: list[tuple[int, int]] = []
-  for main, run in itertools.groupby(kinds):
-    count = len([*run])
-    if not main:
-      pairs.append((count, 0))
-    elif pairs:  # behind others
-      pairs[-1] = pairs[-1][0], count
-    else:
-      pairs.append((0, count))
-  return tuple((*pair, len([*same])) for pair, same in itertools.groupby(pairs))
+  if not hasattr(model, "layer_types"):  # of a model whose layers are alike
+    return ((((LAYERS, model.layers),), 1),)
+  kinds = itertools.groupby(stack_of(model, layer) for layer in range(model.layers))
+  runs = [(name, len([*same])) for name, same in kinds]
+  found = []
+  while runs:
+    # The period that covers most runs; without one the first run alone.
+    sizes = {1: 1} | {size: _repeats(runs, size) for size in range(2, len(runs) // 2 + 1)}
+    size = max(sizes, key=lambda size: size * sizes[size] * (sizes[size] > 1))
+    found.append((tuple(runs[:size]), sizes[size]))
+    runs = runs[size * sizes[size] :]
+  return tuple(found)
+
+
+def _repeats(runs: list, size: int) -> int:
+  """Returns how often the first runs, so many, follow one another."""
+  periods = (runs[at : at + size] for at in range(0, len(runs), size))
+  return len([*itertools.takewhile(lambda one: one == runs[:size], periods)])
 
 
 def trip_counts(order: tuple[Group, ...]) -> list[int]:
   """Returns the trip counts of the scans of `over_layers`; that of the most layers comes first."""
-  found = []
-  for dense, sparse, times in order:
-    once = [(count, count) for count in (sparse, dense) if count]
-    found += once if times == 1 else [((dense + sparse) * times, times)]
-  return [trips for _, trips in sorted(found, key=lambda one: -one[0])]
+  counts = [(sum(count for _, count in runs), times) for runs, times in order]
+  trips = [(size * times, size if times == 1 else times) for size, times in counts]
+  return [each for _, each in sorted(trips, key=lambda one: -one[0])]
 
 
 def over_layers(
   body: Callable[[nnx.Module, Any, Any], tuple[Any, Any]],
-  layers: nnx.Module,
-  dense_layers: nnx.Module | None,
+  stacks: Mapping[str, nnx.Module],
   order: tuple[Group, ...],
   carry: Any,
   every: Any,
   *,
   wrapped: Callable[[Step], Step] = lambda step: step,
   unroll: int = 1,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, dict[str, Any]]:
   """Runs all layers, one after another.
 
   Args:
     body: takes a layer, the carry, and what is this layer's of `every`.
-    layers: stacked.
-    dense_layers: those of a model with experts that have none, stacked; None: there are none.
-    order: of `order_of`.
+    stacks: name -> the layers of a stack, stacked.
+    order: of `order_of`; not read where there is one stack.
     carry: what the first layer is given.
     every: a tree of arrays with one entry for each layer, in the order in which they run.
     wrapped: makes of a layer's function another, such as a rematerialized one.
-    unroll: layers of an iteration of the scan over `layers`.
+    unroll: layers of an iteration of the scan over the stack LAYERS.
 
   Returns:
-    The carry after the last layer; what the layers returned, stacked; what the dense ones did.
+    The carry after the last layer; name -> what the layers of a stack returned, stacked.
   """
-  step, stack = _step(body, layers, wrapped)
-  if dense_layers is None:
-    return *jax.lax.scan(step, carry, (stack, every), unroll=unroll), {}
-  dense_step, dense_stack = _step(body, dense_layers, wrapped)
+  steps = {name: _step(body, layers, wrapped) for name, layers in stacks.items()}
+  scans = {
+    name: functools.partial(jax.lax.scan, step, unroll=unroll if name == LAYERS else 1)
+    for name, (step, _) in steps.items()
+  }
+  if len(steps) == 1:
+    [name] = steps
+    carry, found = scans[name](carry, (steps[name][1], every))
+    return carry, {name: found}
 
-  def run(group: Group, carry: Any, inputs: tuple) -> tuple[Any, tuple]:
+  def run(group: Group, carry: Any, inputs: tuple) -> tuple[Any, list]:
     """Runs a group once."""
-    (dense, sparse, times), (of_dense, of_sparse, every) = group, inputs
-    first = rest = None
-    if dense:
-      carry, first = jax.lax.scan(dense_step, carry, (of_dense, _part(every, 0, dense)))
-    if sparse == 1 and times > 1:  # the scan's own inputs: a slice of them would be saved for it
-      carry, rest = step(carry, (of_sparse, jax.tree.map(lambda x: x[-1], every)))
-    elif sparse:
-      carry, rest = jax.lax.scan(step, carry, (of_sparse, _part(every, dense)), unroll=unroll)
-    return carry, (first, rest)
+    (runs, times), (params, every), results, at = group, inputs, [], 0
+    for (name, count), of_run in zip(runs, params, strict=True):
+      if count == 1 and times > 1:  # the scan's own inputs: a slice of them would be saved for it
+        carry, found = steps[name][0](carry, (of_run, jax.tree.map(operator.itemgetter(at), every)))
+      else:
+        carry, found = scans[name](carry, (of_run, _part(every, at, at + count)))
+      results.append(found)
+      at += count
+    return carry, results
 
-  found: tuple[list, list] = [], []
-  at = [0, 0]
+  found: dict[str, list] = {name: [] for name in steps}
+  ends, at = dict.fromkeys(steps, 0), 0
   for group in order:
-    dense, sparse, times = group
-    ends = at[0] + dense * times, at[1] + sparse * times
-    given = (
-      _part(dense_stack, at[0], ends[0]),
-      _part(stack, at[1], ends[1]),
-      _part(every, sum(at), sum(ends)),
-    )
+    runs, times = group
+    sizes = {name: sum(n for one, n in runs if one == name) for name, _ in runs}
+    parts = {
+      name: _part(steps[name][1], n := ends[name], n + sizes[name] * times) for name in sizes
+    }
+    stop = at + times * sum(sizes.values())
+    given = _of_runs(parts, runs, times), _part(every, at, stop)
     if times == 1:
       carry, results = run(group, carry, given)
     else:
-      sizes = dense, sparse if sparse > 1 else 0, dense + sparse
-      given = tuple(_in_periods(tree, size, times) for tree, size in zip(given, sizes, strict=True))
+      given = given[0], _periods(given[1], times)
       carry, results = jax.lax.scan(functools.partial(run, group), carry, given)
-      results = tuple(map(_of_periods, results, sizes[:2]))
-    for kept, one, count in zip(found, results, (dense, sparse), strict=True):
-      kept.extend([one] if count else [])
-    at = [*ends]
-  of_dense, of_sparse = (jax.tree.map(lambda *x: jnp.concatenate(x), *one) for one in found)
-  return carry, of_sparse, of_dense
+    for name, size in sizes.items():
+      own = [(n, one) for (other, n), one in zip(runs, results, strict=True) if other == name]
+      counts, trees = zip(*own, strict=True)
+      join = functools.partial(_in_turn, counts=counts, times=times)
+      found[name].append(jax.tree.map(join, *trees))
+      ends[name] += size * times
+    at = stop
+  return carry, {
+    name: jax.tree.map(lambda *x: jnp.concatenate(x), *each) for name, each in found.items()
+  }
+
+
+def _of_runs(stacks: dict[str, Any], runs: tuple[tuple[str, int], ...], times: int) -> list[Any]:
+  """Returns the layers of each run of a group, [times, count, ...], without a dim that is 1.
+
+  Where it is one of several runs of a stack, they are a copy.
+  """
+  found, ends = [], dict.fromkeys(stacks, 0)
+  for name, count in runs:
+    stack, first = stacks[name], ends[name]
+    ends[name] += count
+    alone = [one for one, _ in runs].count(name) == 1
+    if times > 1 and (count > 1 or not alone):
+      stack = _periods(stack, times)
+    part = first if times > 1 and count == 1 else slice(first, first + count)
+    if not alone:
+      stack = jax.tree.map(operator.itemgetter((slice(None), part) if times > 1 else part), stack)
+    found.append(stack)
+  return found
+
+
+def _periods(tree: Any, times: int) -> Any:
+  return jax.tree.map(lambda x: x.reshape(times, -1, *x.shape[1:]), tree)
+
+
+def _in_turn(*results: Array, counts: tuple[int, ...], times: int) -> Array:
+  """Returns results of a stack's runs of so many layers in a period, in the order of its layers."""
+  if times > 1:
+    pairs = zip(results, counts, strict=True)
+    results = [x.reshape(times, n, *x.shape[1 + (n > 1) :]) for x, n in pairs]
+  x = jnp.concatenate(results, axis=int(times > 1)) if len(results) > 1 else results[0]
+  return x.reshape(-1, *x.shape[2:]) if times > 1 else x
 
 
 def _step(body: Callable, layers: nnx.Module, wrapped: Callable[[Step], Step]) -> tuple[Step, Any]:
@@ -358,15 +422,6 @@ def _step(body: Callable, layers: nnx.Module, wrapped: Callable[[Step], Step]) -
 
 def _part(tree: Any, start: int, stop: int | None = None) -> Any:
   return jax.tree.map(lambda x: x[start:stop], tree)
-
-
-def _in_periods(tree: Any, size: int, times: int) -> Any:
-  """Returns stacked arrays with a dim for each period; without one for the 0 or 1 in it."""
-  return jax.tree.map(lambda x: x.reshape(times, size, *x.shape[1:]), tree) if size else tree
-
-
-def _of_periods(tree: Any, size: int) -> Any:
-  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree) if size else tree
 
 
 # ------------------------------ the stacks of a decoder ------------------------------
@@ -409,8 +464,8 @@ def _of_layers(
   model: Any, layers: nnx.Module, every: Any, first: Int[Array, ""] | int
 ) -> tuple[int, Any]:
   """Returns the number of these layers of a model, and what is theirs of a tree for all layers."""
-  stacks = [layers] if model.layers_beside is None else [layers, model.layers_beside]
-  count = sum(jax.tree.leaves(nnx.state(one))[0].shape[0] for one in stacks)
+  stacks = {**model.stacks, LAYERS: layers}
+  count = sum(jax.tree.leaves(nnx.state(one))[0].shape[0] for one in stacks.values())
   if count == model.spec.layers:
     return count, every
   part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count)
@@ -434,10 +489,9 @@ def _run(
       x_BRD, _, numbers = block(x_BRD, *one, rows)
     return x_BRD, (numbers, recorded)
 
-  x_BRD, found, of_beside = over_layers(
+  x_BRD, found = over_layers(
     layer,
-    layers,
-    model.layers_beside,
+    {**model.stacks, LAYERS: layers},
     model.layer_order,
     x_BRD,
     every,
@@ -446,13 +500,10 @@ def _run(
     ),
     unroll=model.spec.scan_unroll,
   )
-  numbers = found[0]
-  if of_beside:
-    activations.record_layers(of_beside[1], model.name_beside)
-    if of_beside[0]:  # mixers with experts
-      numbers = jax.tree.map(lambda *x: jnp.concatenate(x), numbers, of_beside[0])
-  activations.record_layers(found[1])
-  return x_BRD, numbers
+  for name, (_, recorded) in sorted(found.items(), key=lambda one: one[0] == LAYERS):
+    activations.record_layers(recorded, name)
+  numbers = [one for one, _ in found.values() if one]  # of layers with experts
+  return x_BRD, jax.tree.map(lambda *x: jnp.concatenate(x), *numbers) if numbers else {}
 
 
 def extended(
@@ -501,14 +552,14 @@ def _extended(
     return (x_BRD, set_cache_layer(cache, number, new)), None
 
   count, every = _of_layers(model, layers, model.layer_pattern.stacked(), first)
-  numbers = jnp.arange(count, dtype=jnp.int32)
-  if model.name_beside == MIXER_LAYERS:  # with arrays of their own
-    numbers = jnp.asarray([model.spec.place_of(n)[1] for n in range(count)], jnp.int32)
+  # Layers with attention have arrays in common, whatever their MLP is, and so have mixers.
+  mixes = [layer_type(model.spec, layer) for layer in range(count)]
+  mixes = [one if one in (MIXER, MLP) else "" for one in mixes]
+  numbers = jnp.asarray([mixes[:n].count(one) for n, one in enumerate(mixes)], jnp.int32)
   # In the carry, not a scanned input: a layer is updated in place, and there is only one cache.
-  (x_BRD, cache), *_ = over_layers(
+  (x_BRD, cache), _ = over_layers(
     layer,
-    layers,
-    model.layers_beside,
+    {**model.stacks, LAYERS: layers},
     model.layer_order,
     (x_BRD, cache),
     (every, numbers),

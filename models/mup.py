@@ -28,7 +28,10 @@ HIDDEN_LAYERS = ("feedforward", "expert_feedforward", "shared_feedforward")
 # Dims that grow with the model; all others (vocabulary, positions, inputs, ...) are finite.
 WIDTHS = ("model", *HIDDEN_LAYERS, *_HEADS, _HEAD)
 # Dims that number separate kernels; no side of them.
-STACKS = ("layers", "dense_layers", "mixer_layers", "mtp_layers", "experts")
+STACKS = (
+  *("layers", "dense_layers", "mixer_layers", "dense_mixer_layers", "mlp_layers", "mtp_layers"),
+  "experts",
+)
 
 
 class Kind(enum.Enum):

@@ -21,7 +21,7 @@ from models.spec import DecoderSpec
 from partitioning.constraints import constrain
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel.split_sequence import RING, devices_along
-from runtime.layer_kinds import MIXER, WITH_MIXER, layer_type
+from runtime.layer_kinds import MIXER, MLP, WITH_MIXER, layer_type
 
 
 def rotary_frequencies(
@@ -304,8 +304,9 @@ def layer_pattern(spec: DecoderSpec) -> LayerPattern:
   local = local if spec.local_rotary_base else every
   kinds = {"full": every, "sliding": local, "full_unrotated": None, "sliding_unrotated": None}
   kinds[WITH_MIXER] = every
-  # Mixers read none: no table of their own.
-  kinds[MIXER] = next((kinds[one] for one in types if one != MIXER), None)
+  # Mixers and MLPs read none: no table of their own.
+  others = (MIXER, MLP)
+  kinds |= dict.fromkeys(others, next((kinds[one] for one in types if one not in others), None))
   rotaries = tuple(kinds[one] for one in types) if spec.positions == "rotary" else ()
   return LayerPattern(
     windows=tuple(spec.window if one.startswith("sliding") else None for one in types)

@@ -22,21 +22,29 @@ from partitioning.rules import Dim
 from runtime.extensions import registered_names
 from runtime.layer_kinds import (
   BIASES,
-  MIXER,
-  beside_sparse,
-  is_sparse,
-  layer_type,
-  mixer_layers,
+  DENSE_LAYERS,
+  DENSE_MIXER_LAYERS,
+  LAYERS,
+  MIXER_LAYERS,
+  MLP_LAYERS,
   mixers_beside,
+  parts_of_layers,
+  stack_of,
 )
 
 # The residual stream of layers, between blocks and inside.
 RESIDUAL = Residual(between="BRD", inside="BTD")
-# How the names of stacked layers begin. Where a decoder has sparse layers, its dense ones are a
-# stack of their own, and so are its mixer layers.
-LAYERS, DENSE_LAYERS, MIXER_LAYERS = "layers/", "dense_layers/", "mixer_layers/"
 MTP_LAYERS = "mtp_layers/"  # behind the last one, that predict further tokens
-STACKED = (LAYERS, DENSE_LAYERS, MIXER_LAYERS, MTP_LAYERS)
+# Letter of the layers of a stack -> how the names of their parameters begin.
+STACKS = {
+  "L": LAYERS,
+  "Z": DENSE_LAYERS,
+  "y": MIXER_LAYERS,
+  "z": DENSE_MIXER_LAYERS,
+  "f": MLP_LAYERS,
+  "Y": MTP_LAYERS,
+}
+STACKED = tuple(STACKS.values())
 EXPERTS = f"{LAYERS}experts"
 
 
@@ -236,6 +244,7 @@ class LayersSpec(ModelSpec):
   pre_norms: bool
   post_norms: bool
   residual_multiplier: float
+  normed_residual: float
   biases: str
   norm_epsilon: float
   norm_scale_from_one: bool
@@ -256,6 +265,11 @@ class LayersSpec(ModelSpec):
   def with_mixers(self) -> bool:
     """Returns whether all layers have a mixer beside attention, which decoders may have."""
     return False
+
+  @property
+  def parts(self) -> int:
+    """Returns how many parts a layer has: attention and MLP, or in some decoders one of them."""
+    return 2
 
   def has_bias(self, name: str) -> bool:
     """Returns whether a linear layer, one of LINEARS, has a bias if it is there."""
@@ -389,14 +403,17 @@ class DecoderSpec(LayersSpec):
   @functools.cached_property
   def legend(self) -> dict[str, Dim]:
     """Returns letter -> Dim."""
-    beside, experts = beside_sparse(self), self.experts
+    experts, stacks = self.experts, [stack_of(self, layer) for layer in range(self.layers)]
     return {
       "B": Dim("batch", None),
       "T": Dim("sequence", None),
       "R": Dim("residual_sequence", None),
       "S": Dim("key_sequence", None),
-      "L": Dim("layers", self.layers - beside - mixer_layers(self)),
-      "Z": Dim("dense_layers", beside),
+      **{
+        letter: Dim(stack.removesuffix("/"), stacks.count(stack))
+        for letter, stack in STACKS.items()
+        if stack != MTP_LAYERS
+      },
       "D": Dim("model", self.model_size),
       "F": Dim("feedforward", self.feedforward_size),
       "N": Dim("heads", self.heads),
@@ -432,6 +449,11 @@ class DecoderSpec(LayersSpec):
     return mixers_beside(self) > 0
 
   @property
+  def parts(self) -> int:
+    """Returns how many parts each layer has."""
+    return parts_of_layers(self)
+
+  @property
   def padded_vocabulary(self) -> int:
     """Returns the vocabulary's size, rounded up so that shapes never depend on the mesh."""
     return -(-self.vocabulary_size // self.vocabulary_multiple) * self.vocabulary_multiple
@@ -446,13 +468,8 @@ class DecoderSpec(LayersSpec):
 
   def place_of(self, layer: int) -> tuple[str, int]:
     """Returns the stack that a layer is in, of STACKED, and its index there."""
-    stacks = [self._stack_of(one) for one in range(layer + 1)]
+    stacks = [stack_of(self, one) for one in range(layer + 1)]
     return stacks[-1], stacks[:-1].count(stacks[-1])
-
-  def _stack_of(self, layer: int) -> str:
-    if layer_type(self, layer) == MIXER:
-      return MIXER_LAYERS
-    return DENSE_LAYERS if self.experts and not is_sparse(self, layer) else LAYERS
 
   def _latent_dims(self) -> dict[str, Dim]:
     """Returns the dims of latent attention; of size 0 where another is chosen."""
@@ -480,7 +497,6 @@ class DecoderSpec(LayersSpec):
       "i": ("gate_latent", self.mixer_value_head_size),
       "w": ("convolution", self.convolution_size),
       "o": ("convolution_tail", self.convolution_size - 1),
-      "y": ("mixer_layers", mixer_layers(self)),
     }
     used = self.mixer != NO_MIXER
     found = {letter: Dim(name, size if used else 0) for letter, (name, size) in dims.items()}

@@ -24,19 +24,18 @@ from ml_collections import ConfigDict
 from models import activations, layer_stack, losses
 from models.attention import CACHE as CACHE
 from models.attention import LENGTHS, STATES, Cache, soft_cap
-from models.layer_stack import STACKS, Block, attention_class, order_of, stacked
+from models.layer_stack import Block, attention_class, order_of, stacked
 from models.layers import MLPS, NORMS, POSITION_EMBEDDINGS, Embedding, Linear
 from models.losses import COUNTS, Batch, Sums, TokenNumbers, weighted_sum
 from models.positions import POSITIONS, Rows, in_order, is_global, layer_pattern, rows_of
 from models.spec import (
-  LAYERS,
   LORA_A,
   LORA_B,
-  MIXER_LAYERS,
   MTP_LAYERS,
   NO_MIXER,
   RESIDUAL,
   STACKED,
+  STACKS,
   DecoderSpec,
   expanded,
   under,
@@ -48,7 +47,19 @@ from partitioning.parallel.matmuls import column_parallel
 from partitioning.parallel.sharded_function import Residual
 from partitioning.rules import Dim
 from runtime.extensions import kind_of_model, registered
-from runtime.layer_kinds import MIXER, QUANTIZED, layer_type, mixer_layers, mixers_beside
+from runtime.layer_kinds import (
+  LAYERS,
+  MIXER,
+  MIXER_LAYERS,
+  MLP,
+  MLP_LAYERS,
+  OF_MIXERS,
+  QUANTIZED,
+  layer_type,
+  layers_of_type,
+  mixer_layers,
+  mixers_beside,
+)
 from runtime.suggest import most_similar
 
 with epy.lazy_imports():  # of experts, preferences, answers, teachers, chunks, quantized kernels
@@ -146,7 +157,7 @@ class TransformerSpec(DecoderSpec):
     found = {"embed/table": "VD"}
     if added := POSITION_EMBEDDINGS[self.positions]:
       found |= under("positions", added.dims(self))
-    for stack, letter in zip(STACKED, STACKS, strict=True):
+    for letter, stack in STACKS.items():
       if self.legend[letter].size:
         kind = multi_token.FurtherToken if stack == MTP_LAYERS else Block
         found |= under(stack.removesuffix("/"), kind.dims(self, stack), letter)
@@ -182,7 +193,7 @@ class TransformerSpec(DecoderSpec):
     kernels = {
       name.removesuffix("/kernel"): letters
       for row, letters in rows.items()
-      if row.startswith((LAYERS, MIXER_LAYERS)) and row.endswith("/kernel")
+      if row.startswith((LAYERS, *OF_MIXERS, MLP_LAYERS)) and row.endswith("/kernel")
       for name in expanded(row)
     }
     found = {}
@@ -237,13 +248,11 @@ class Transformer(nnx.Module):
     self.embed = Embedding(spec, rngs=rngs)
     if added := POSITION_EMBEDDINGS[spec.positions]:
       self.positions = added(spec, rngs=rngs)
-    counts = dict(zip(STACKED, spec.sizes("".join(STACKS)), strict=True))
+    counts = dict(zip(STACKED, spec.sizes("".join(STACKS)), strict=True))  # of layers
     further = counts.pop(MTP_LAYERS)
     self.sparse_layers = counts[LAYERS] + counts[MIXER_LAYERS] + further
     self.layers = stacked(spec, rngs, counts.pop(LAYERS), LAYERS)
-    # Beside them, under the name of their parameters, the dense ones of a mixture or the mixers.
-    self.name_beside = next((name for name, count in counts.items() if count), "")
-    for name, count in counts.items():
+    for name, count in counts.items():  # the other stacks, under the names of their parameters
       beside = stacked(spec, rngs, count, name) if count else None
       setattr(self, name.removesuffix("/"), beside)
     self.layer_order, self.layer_pattern = order_of(spec), layer_pattern(spec)
@@ -257,9 +266,10 @@ class Transformer(nnx.Module):
       self.teacher = Transformer(spec.teacher, rngs=rngs)
 
   @property
-  def layers_beside(self) -> nnx.Module | None:
-    """Returns the stack of dense layers or of mixer layers beside the others, if there is one."""
-    return getattr(self, self.name_beside.removesuffix("/")) if self.name_beside else None
+  def stacks(self) -> dict[str, nnx.Module]:
+    """Returns name -> the layers of each stack, but those that predict further tokens."""
+    stacks = {name: getattr(self, name.removesuffix("/")) for name in STACKED if name != MTP_LAYERS}
+    return {name: layers for name, layers in stacks.items() if layers is not None}
 
   def __call__(
     self,
@@ -553,7 +563,8 @@ def empty_cache(spec: TransformerSpec, rows: int, slots: int) -> Cache:
     slots: S, the most tokens that a row can have.
   """
   mixers = mixer_layers(spec)
-  given = {"L": spec.layers - mixers, "y": mixers or spec.layers, "B": rows, "S": slots}
+  attend = spec.layers - mixers - layers_of_type(spec, MLP)
+  given = {"L": attend, "y": mixers or spec.layers, "B": rows, "S": slots}
 
   def empty(letters: str, dtype: jnp.dtype) -> jax.Array:
     shape = (given[x] if x in given else spec.legend[x].size for x in letters)
@@ -608,7 +619,7 @@ def train_flops_per_example(spec: DecoderSpec, *, causal: bool = False) -> float
   windows = [
     length if is_global(spec, layer) else min(length, spec.window)
     for layer in range(spec.layers)
-    if layer_type(spec, layer) != MIXER
+    if layer_type(spec, layer) not in (MIXER, MLP)
   ]
   windows += windows[-1:] * spec.mtp_layers
   # With a window w, the first w tokens attend to fewer, and in chunks the first w of each.

@@ -21,10 +21,11 @@ from models.layer_stack import Block, over_layers, stacked
 from models.layers import LearnedPositions, Linear, Norm, rematerialized
 from models.losses import Batch, Sums
 from models.positions import Layer, Rows
-from models.spec import LAYERS, LayersSpec, under
+from models.spec import LayersSpec, under
 from partitioning.constraints import constrain
 from partitioning.dtypes import wide_dtype
 from partitioning.rules import Dim
+from runtime.layer_kinds import LAYERS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class VisionSpec(LayersSpec):
   pre_norms: bool = True
   post_norms: bool = False
   residual_multiplier: float = 1.0
+  normed_residual: float = 0.0
   biases: str = "all"
   mlp: str = "feedforward"
   gated: bool = False
@@ -129,8 +131,8 @@ class VisionTransformer(nnx.Module):
       return rematerialized(step, spec.rematerialization, reshard=spec.reshard_after_forward)
 
     how = {"wrapped": wrapped, "unroll": spec.scan_unroll}
-    x_BRD, recorded, _ = over_layers(layer, self.layers, None, (), x_BRD, keys, **how)
-    activations.record_layers(recorded)
+    x_BRD, found = over_layers(layer, {LAYERS: self.layers}, (), x_BRD, keys, **how)
+    activations.record_layers(found[LAYERS])
     return self._classified(self.final_norm(x_BRD))
 
   def loss_sums(self, batch: Batch, key: Key[Array, ""] | None = None) -> Sums:

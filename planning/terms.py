@@ -25,7 +25,13 @@ from partitioning.parallel import pipeline, split_sequence
 from partitioning.parallel.expert_exchange import ROUNDS, Exchange
 from partitioning.rules import Placement, axes_size, shard_shape, spec_axes, spec_entries
 from planning.step_facts import StepFacts
-from runtime.layer_kinds import mixer_layers, sparse_layers
+from runtime.layer_kinds import (
+  MLP,
+  layers_of_type,
+  mixer_layers,
+  parts_of_layers,
+  sparse_layers,
+)
 from training.optimizers import first_order
 from training.optimizers.build import matrix_groups
 from training.specs import resolve
@@ -324,14 +330,15 @@ def blocks(step: StepFacts) -> Iterator[Term]:
   leave = runs.leave if step.kind == _DECODER else 0
   latents = [step.tokens * size for size in latent_sizes(model)]
   inputs = 0 if "query_latent_size" in model and model.query_latent_size else 1
-  sums = 2 * forward + (1 + inputs) * back + leave
-  gathers = (1 + inputs) * forward + (3 + inputs) * back + leave
+  others = parts_of_layers(model) - 1 if step.kind == _DECODER else 1  # beside attention
+  sums = (1 + others) * forward + (others + inputs) * back + leave
+  gathers = (others + inputs) * forward + (1 + 2 * others + inputs) * back + leave
   dtype, why = step.training.matmul_dtype, "activations between blocks"
   if step.partitioning.collective_matmul:
     why, parts = f"{why}, while others are multiplied", sizes["tensor"]
     # The gathers of inputs in both passes; of float8 those of the gradients of outputs too.
     small = {"compute": 0, "int8": forward + back, "float8": forward + 2 * back}[dtype]
-    small *= 1 + inputs
+    small *= others + inputs
     rings = [(width, sums + gathers - small, narrow), (width, small, 1)]
     for one in latents:
       rings += [(one, back, narrow), (one, forward + back, 1 if small else narrow)]
@@ -346,7 +353,7 @@ def blocks(step: StepFacts) -> Iterator[Term]:
       yield Term("reduce-scatter", ("tensor",), back, size, f"{_LATENTS}, scattered", narrow)
     itemsize = narrow
     if dtype != "compute" and not step.keys.lora.rank:
-      of_blocks = (1 + inputs) * (forward + back)  # in both passes
+      of_blocks = (others + inputs) * (forward + back)  # in both passes
       gathers, itemsize = gathers - of_blocks, 1
       yield Term("all-gather", ("tensor",), of_blocks, width, "inputs of blocks, in 8 bits", 1)
     yield Term("all-gather", ("tensor",), gathers, width, f"{why}, gathered", narrow)
@@ -421,7 +428,7 @@ def sequence_attention(step: StepFacts) -> Iterator[Term]:
     return
   attend = 1.0
   if step.kind == _DECODER:
-    attend -= mixer_layers(model) / model.layers
+    attend -= (mixer_layers(model) + layers_of_type(model, MLP)) / model.layers
   forward, back = (round(often * attend) for often in (runs.forward, runs.backward))
   around, tensor, narrow, axes = (
     sizes["context"],

@@ -1,7 +1,8 @@
 """Of which kind each layer of a decoder is: sparse or dense, with a window or without; its biases.
 
 A sparse layer has a mixture of experts in place of a dense MLP, a mixer layer has a recurrence or a
-convolution in place of attention, or beside it.
+convolution in place of attention, or beside it. Layers alike are a stack, whose parameters are
+stacked; the name of one begins with that of its stack.
 """
 
 from typing import Any
@@ -11,6 +12,11 @@ QUANTIZED = ("int8", "nf4")
 QUANTIZED_BLOCK = 64  # elements along the width, with one scale
 # In `model.layer_types`: a mixer in place of attention, or beside it.
 MIXER, WITH_MIXER = "mixer", "full_with_mixer"
+MLP = "mlp"  # an MLP alone: then all layers have one part, which another layer's type names
+LAYERS, DENSE_LAYERS, MIXER_LAYERS = "layers/", "dense_layers/", "mixer_layers/"
+DENSE_MIXER_LAYERS, MLP_LAYERS = "dense_mixer_layers/", "mlp_layers/"
+# Those in which layers have a mixer, and those in which they have no experts beside sparse ones.
+OF_MIXERS, OF_DENSE = (MIXER_LAYERS, DENSE_MIXER_LAYERS), (DENSE_LAYERS, DENSE_MIXER_LAYERS)
 # Values of `model.biases` that stand for several linear layers. GPT-2's `all` has no gate.
 BIASES = {
   "none": (),
@@ -55,11 +61,29 @@ def beside_sparse(model: Any) -> int:
   return model.layers - sparse_layers(model) if model.experts else 0
 
 
+def stack_of(model: Any, layer: int) -> str:
+  """Returns the stack that a decoder's layer, counted from 0, is in."""
+  if (kind := layer_type(model, layer)) == MLP:
+    return MLP_LAYERS
+  dense = model.experts > 0 and not is_sparse(model, layer)
+  return ((LAYERS, DENSE_LAYERS), (MIXER_LAYERS, DENSE_MIXER_LAYERS))[kind == MIXER][dense]
+
+
+def layers_of_type(model: Any, kind: str) -> int:
+  """Returns the number of layers of a type, such as MIXER."""
+  return sum(layer_type(model, layer) == kind for layer in range(model.layers))
+
+
 def mixer_layers(model: Any) -> int:
-  """Returns the number of mixer layers, which are a stack of their own."""
-  return sum(layer_type(model, layer) == MIXER for layer in range(model.layers))
+  """Returns the number of layers with a mixer in place of attention."""
+  return layers_of_type(model, MIXER)
+
+
+def parts_of_layers(model: Any) -> int:
+  """Returns how many parts each layer of a decoder has: two, or one, where some are MLPs alone."""
+  return 1 if MLP in model.layer_types else 2
 
 
 def mixers_beside(model: Any) -> int:
   """Returns the number of layers with a mixer beside attention: all of a decoder, or none."""
-  return sum(layer_type(model, layer) == WITH_MIXER for layer in range(model.layers))
+  return layers_of_type(model, WITH_MIXER)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,11 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from models import activations
-from models.activations import DENSE, MIXERS, STACKED
 from models.losses import Batch
+from models.spec import MTP_LAYERS, STACKS
 from partitioning.dtypes import wide_dtype
 from partitioning.rules import named_leaves
-from runtime.layer_kinds import is_sparse
+from runtime.layer_kinds import stack_of
 from training.gradients import split_rows
 from training.setup import Job
 from training.state import State
@@ -32,8 +32,6 @@ from training.tasks import DPO, GRPO
 
 _ADAPTER = re.compile(r"/lora_[ab]$")
 Found = Mapping[str, Mapping[str, np.ndarray]]  # name -> what `_numbers` has found
-# Of stacked layers, see `models.layer_stack.STACKS`.
-_LETTERS = {STACKED: "L", DENSE: "Z", MIXERS: "y"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +230,8 @@ def _array(name: str, numbers: Mapping[str, np.ndarray]) -> Array:
 
 def _activations(found: Found) -> tuple[Found, dict[str, str]]:
   """Returns activations and their stacks: they are recorded in the order of the forward pass."""
-  return found, {name: _LETTERS.get(name[: name.find("/") + 1], "") for name in found}
+  letters = {stack: letter for letter, stack in STACKS.items()}
+  return found, {name: letters.get(name[: name.find("/") + 1], "") for name in found}
 
 
 def _parameters(program: Program, found: Found) -> tuple[Found, dict[str, str]]:
@@ -262,11 +261,13 @@ def _in_order(model: ConfigDict, found: Found, letters: Mapping[str, str]) -> li
       listed.append((2 if behind else 0, 0, place, _array(name, numbers)))
       continue
     behind = True
-    layers: Sequence[int] = range(numbers["at"].shape[1])
-    if model.get("experts"):
-      layers = [i for i in range(model.layers) if is_sparse(model, i) == (letter == "L")]
+    stack, layers = STACKS[letter], range(numbers["at"].shape[1])
+    if stack == MTP_LAYERS:
+      layers = [model.layers + n for n in layers]
+    elif "layer_types" in model:
+      layers = [i for i in range(model.layers) if stack_of(model, i) == stack]
     for row, layer in enumerate(layers):
-      title = f"layer {layer + 1}: {name.removeprefix(STACKED).removeprefix(DENSE)}"
+      title = f"layer {layer + 1}: {name.removeprefix(stack)}"
       one = _array(title, {key: x[:, row] for key, x in numbers.items()})
       listed.append((1, layer, place, one))
   return [one for *_, one in sorted(listed, key=lambda one: one[:3])]

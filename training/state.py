@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.spec import LAYERS, MIXER_LAYERS, MTP_LAYERS, QUANTIZED_PARTS, TEACHER
+from models.spec import MTP_LAYERS, QUANTIZED_PARTS, TEACHER
 from partitioning.dtypes import wide_dtype
 from partitioning.rules import named_leaves, nested
-from runtime.layer_kinds import QUANTIZED
+from runtime.layer_kinds import LAYERS, MIXER_LAYERS, QUANTIZED
 from runtime.suggest import most_similar
 from training.specs import StepSpec
 

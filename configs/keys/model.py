@@ -200,8 +200,9 @@ DECODER: Rows = {
     (),
     "Instead of global_every: the type of each layer, full or sliding (it has the window), "
     "full_unrotated or sliding_unrotated (without RoPE), mixer (model.mixer in place of "
-    "attention) or full_with_mixer (side by side, in all layers); repeated where there are more "
-    'layers: ("sliding", "sliding", "full")',
+    "attention), full_with_mixer (side by side, in all layers) or mlp (that alone: then the others "
+    "have none, Nemotron-H); repeated where there are more layers: "
+    '("sliding", "sliding", "full")',
     excludes={"model.global_every": "both say which layers see a window"},
   ),
   "mixer": Key(
@@ -335,6 +336,13 @@ DECODER: Rows = {
   "embedding_multiplier": Key(1.0, "factor of the embeddings (Granite)", above=0),
   "residual_multiplier": Key(
     1.0, "factor of what attention and MLP add to the residual (Granite)", above=0
+  ),
+  "normed_residual": Key(
+    0.0,
+    "attention and MLP add to so many times their normalized input (MiniMax-01); 0: to the "
+    "residual",
+    least=0,
+    needs="model.pre_norms=True",
   ),
   "multipliers": Key(
     (),

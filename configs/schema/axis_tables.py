@@ -50,6 +50,8 @@ _TRANSFORMER: dict[str, tuple[Axes, Axes]] = {
   "convolution": ((), ()),
   "convolution_tail": (None, ()),
   "mixer_layers": ((), None),
+  "dense_mixer_layers": ((), None),
+  "mlp_layers": ((), None),
   "mtp_layers": ((), None),
   "mtp_model": ((), ()),
   "vocabulary": (("tensor",), ("tensor",)),

@@ -1,10 +1,11 @@
 """Checks of decoders with experts or latent attention; see `model_checks`."""
 
+import functools
 from collections.abc import Iterator
 
 from ml_collections import ConfigDict
 
-from runtime.layer_kinds import sparse_layers
+from runtime.layer_kinds import LAYERS, sparse_layers, stack_of
 
 
 def latent_errors(model: ConfigDict) -> Iterator[str]:
@@ -48,17 +49,18 @@ def layer_errors(model: ConfigDict) -> Iterator[str]:
       f"model.layers={model.layers}: otherwise no layer has experts; set model.experts=0 for that"
     )
     return
-  listed = tuple(model.mlp_only_layers)
+  listed, stacks = tuple(model.mlp_only_layers), functools.partial(stack_of, model)
   if wrong := [one for one in listed if type(one) is not int or not 0 <= one < model.layers]:
     yield (
       f"model.mlp_only_layers={listed}: {wrong[0]!r} is no number of a layer, from 0 to "
       f"{model.layers - 1}"
     )
-  elif model.mixer != "none" and sparse_layers(model) != model.layers:
+  elif sparse_layers(model) and LAYERS not in {*map(stacks, range(model.layers))}:
     yield (
-      f"model.mixer={model.mixer!r}: {model.layers - sparse_layers(model)} of {model.layers} "
-      f"layers have no experts; beside mixers all have, or none: set model.dense_layers=0, "
-      f"model.sparse_every=1 and model.mlp_only_layers=(), or model.experts=0"
+      f"model.mixer={model.mixer!r}: none of the layers with attention has experts; with "
+      f"model.dense_layers={model.dense_layers}, model.sparse_every={model.sparse_every}, "
+      f"model.mlp_only_layers={listed} and model.layer_types={tuple(model.layer_types)} one of "
+      f"them has to"
     )
   elif not sparse_layers(model):
     yield (

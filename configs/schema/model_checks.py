@@ -9,7 +9,7 @@ from configs.keys.model import DECODER
 from configs.schema.data_checks import parts
 from runtime.extensions import kind_of_model
 from runtime.forms import ABOVE_0
-from runtime.layer_kinds import MIXER, WITH_MIXER, layer_type
+from runtime.layer_kinds import MIXER, MLP, WITH_MIXER, layer_type
 from runtime.suggest import nearest
 
 with epy.lazy_imports():  # of experts and latent attention, and of a model folder
@@ -143,8 +143,8 @@ def mixer_errors(model: ConfigDict, data: ConfigDict, sizes: Mapping[str, int]) 
   if WITH_MIXER in kinds:
     if {*kinds} != {WITH_MIXER}:
       yield f"model.layer_types={types}: all layers are of the type {WITH_MIXER}, or none is"
-  elif MIXER not in kinds or {*kinds} == {MIXER}:
-    every = "no layer is" if MIXER not in kinds else "all layers are"
+  elif MIXER not in kinds or {*kinds} <= {MIXER, MLP}:
+    every = "no layer is" if MIXER not in kinds else f"all layers are {' or '.join({*kinds})},"
     yield (
       f"model.mixer={model.mixer!r}: {every} of the type mixer; a decoder with mixers also has "
       f"layers with attention, such as model.layer_types={(*(MIXER,) * 3, 'full')}"
@@ -207,7 +207,7 @@ def listed(values: Iterable[object]) -> str:
 # Of `model.biases`: one of the first, or a list of the others.
 BIASES = DECODER["biases"].usual
 LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
-LAYER_TYPES = ("full", "sliding", "full_unrotated", "sliding_unrotated", MIXER, WITH_MIXER)
+LAYER_TYPES = (*("full", "sliding", "full_unrotated", "sliding_unrotated", MIXER, WITH_MIXER, MLP),)
 # Kinds of `model.rotary_scaling` -> the numbers that each needs, and those that it may have.
 ROTARY_SCALINGS = {
   "linear": (("factor",), ()),
@@ -355,7 +355,19 @@ def _layer_types(model: ConfigDict) -> Iterator[str]:
       f"model.window={model.window}: "
       + ("no layer is of the type sliding" if model.window else "the type sliding needs a window")
     )
-  unrotated = [one.endswith("unrotated") for one in types if one != MIXER]
+  if MLP in types and ({*types} <= {MLP, MIXER} or WITH_MIXER in types):
+    yield (
+      f"model.layer_types={tuple(types)}: beside layers of the type mlp, which are MLPs alone, "
+      f"others have attention alone; add the type full"
+    )
+  for key in ("experts", "mtp_layers") if MLP in types else ():
+    if model[key]:
+      yield (
+        f"model.{key}={model[key]}: layers of the type mlp have one part, and those with "
+        f"{'experts' if key == 'experts' else 'further tokens'} two; set it to 0, or take the "
+        f"type out of model.layer_types"
+      )
+  unrotated = [one.endswith("unrotated") for one in types if one not in (MIXER, MLP)]
   lost = all(unrotated) and MIXER not in types  # a recurrence has an order of its own
   if any(unrotated) and (model.positions != "rotary" or lost):
     yield (

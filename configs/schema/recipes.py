@@ -273,6 +273,33 @@ _BAMBA = {
   **{"mixer_heads": 128, "mixer_key_heads": 1, "mixer_head_size": 128, "mixer_value_head_size": 64},
   "layer_types": tuple("full" if layer in (9, 18, 27) else "mixer" for layer in range(32)),
 }
+_PARTS = {"M": "mixer", "*": "full_unrotated", "-": "mlp"}
+_NEMOTRON_H = {
+  **{"head_size": 128, "norm_epsilon": 1e-5, "vocabulary_size": 131_072, "mixer": "mamba2"},
+  **{"mixer_heads": 128, "mixer_key_heads": 8, "mixer_head_size": 128, "mixer_value_head_size": 64},
+  **{"activation": "relu_squared", "gated": False},
+  "layer_types": tuple(
+    _PARTS[one]
+    for one in f"M-M-M-M*-{'M-M-M-M-M*-' * 3}M-M-M-M-M-"  # as published
+  ),
+}
+_KIMI_LINEAR = {
+  **{"head_size": 192, "norm_epsilon": 1e-5, "vocabulary_size": 163_840, "attention": "latent"},
+  **{"latent_size": 512, "rotary_size": 64, "value_head_size": 128, "mixer": "kimi_delta"},
+  **{"mixer_heads": 32, "mixer_head_size": 128, "mixer_value_head_size": 128, "dense_layers": 1},
+  **{"experts": 256, "experts_per_token": 8, "expert_feedforward_size": 1024},
+  **{"shared_feedforward_size": 1024, "router_scale": 2.446, "router_scores": "sigmoid"},
+  "router_correction": True,
+  "layer_types": tuple(
+    "full_unrotated" if layer in (4, 8, 12, 16, 20, 24, 27) else "mixer" for layer in range(1, 28)
+  ),
+}
+# Half of a head is rotated (arXiv:2501.08313, section 2).
+_MINIMAX = {
+  **{"head_size": 128, "norm_epsilon": 1e-5, "vocabulary_size": 200_064, "rotary_base": 1e7},
+  **{"rotary_size": 64, "mixer": "lightning", "layer_types": (*("mixer",) * 7, "full")},
+  **{"normed_residual": 3.5565588200778455, "experts": 32, "experts_per_token": 2},
+}
 _GRANITE_4_H = {
   **{"norm_epsilon": 1e-5, "vocabulary_size": 100_352, "tied_embeddings": True},
   **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22},
@@ -450,6 +477,13 @@ PRESETS: dict[str, Preset] = {
   "granite4_h_small": Preset(4096, _sizes(40, 4096, 768, 32, 8, _GRANITE_4_H, **_GRANITE_4_SMALL)),
   "granite4_h_micro": Preset(4096, _sizes(40, 2048, 8192, 32, 8, _GRANITE_4_H, **_GRANITE_4_MICRO)),
   "smollm3_3b": Preset(4096, _sizes(36, 2048, 11_008, 16, 4, _SMOLLM_3)),
+  "nemotron_h_8b": Preset(8192, _sizes(52, 4096, 21_504, 32, 8, _NEMOTRON_H)),
+  "kimi_linear_48b_a3b": Preset(
+    4096,
+    _sizes(27, 2304, 9216, 32, 32, _KIMI_LINEAR),
+    {"balance_loss": 0.0001, "router_bias_rate": 0.001},
+  ),
+  "minimax_text_01": Preset(8192, _sizes(80, 6144, 9216, 64, 8, _MINIMAX), {"balance_loss": 0.001}),
   "mixtral_8x7b": Preset(4096, _sizes(32, 4096, 14_336, 32, 8, _MIXTRAL), {"balance_loss": 0.02}),
   "mixtral_8x22b": Preset(4096, _sizes(56, 6144, 16_384, 48, 8, _MIXTRAL), {"balance_loss": 0.001}),
   "qwen3_30b_a3b": Preset(

@@ -10,7 +10,7 @@ from configs.schema.data_checks import parts
 from configs.schema.model_checks import divisors, listed
 from runtime import rematerialization
 from runtime.extensions import kind_of_model
-from runtime.layer_kinds import QUANTIZED, QUANTIZED_BLOCK, beside_sparse
+from runtime.layer_kinds import MLP, QUANTIZED, QUANTIZED_BLOCK, beside_sparse
 from runtime.suggest import nearest
 from training.optimizer import optimizer_row, optimizers_with
 from training.tasks import DPO, GRPO
@@ -225,10 +225,12 @@ def pipeline_errors(
       f"mesh.stage={stages}: {beside} of {model.layers} layers have no experts, and the stages of "
       f"a pipeline are alike; set mesh.stage=1"
     )
-  elif model.mixer != "none":
+  elif model.mixer != "none" or MLP in model.layer_types:
+    what = f"model.mixer={model.mixer!r}: layers with mixers"
+    what = what if model.mixer != "none" else "model.layer_types: layers of the type mlp"
     yield (
-      f"mesh.stage={stages}: model.mixer={model.mixer!r}: layers with mixers are a stack of their "
-      f"own, and the stages of a pipeline are alike; set mesh.stage=1"
+      f"mesh.stage={stages}: {what} are a stack of their own, and the stages of a pipeline are "
+      f"alike; set mesh.stage=1"
     )
   else:
     yield from _layers(model.layers, training, stages)

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from interop import hf_config, name_maps
+from interop.hf_families import FAMILIES
 from models import model_spec
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job
@@ -82,13 +83,14 @@ def read_with_numpy(name: str) -> dict[str, np.ndarray]:
   spec = model_spec(job.config)
   sizes = name_maps.sizes_of(spec)
   arrays = {n: np.zeros(x.shape) for n, x in named_leaves(job.state.params).items()}
-  for tensor_name, tensor in name_maps.tensors(
-    model_spec(job.config), described(name).model_type
-  ).items():
+  model_type = described(name).model_type
+  rows = name_maps.rows_of(FAMILIES[model_type].names, stored)
+  for tensor_name, tensor in name_maps.tensors(spec, model_type, rows).items():
     for part in tensor.parts:
       one = stored[tensor_name].astype(np.float64)
       one = one if part.matrix is None else one[part.matrix]
-      one = one.reshape(len(one), -1) if one.ndim > len(part.axes) else one  # of a convolution
+      if one.ndim > len(part.axes):  # axes of one element, such as those of a convolution
+        one = one.reshape((len(one), -1) if len(part.axes) > 1 else -1)
       for axis, letters in enumerate(part.axes):
         size = np.prod([sizes[letter] for letter in letters], dtype=int)
         run, period = (part.run, part.period) if axis == part.fused else (size, 0)

@@ -281,6 +281,8 @@ def test_what_no_family_has_is_named_when_it_is_written():
     ("gemma2_9b", "gemma2"),
     ("lfm2_1_2b", "lfm2"),
     ("bamba_9b", "bamba"),
+    ("nemotron_h_8b", "nemotron_h"),
+    ("kimi_linear_48b_a3b", "kimi_linear"),
     ("granite4_h_micro", "granitemoehybrid"),
     ("qwen3_next_80b_a3b", "qwen3_next"),
     ("qwen3_5_9b", "qwen3_5_text"),

@@ -27,7 +27,18 @@ def shapes_of(name):
 
 # Of those that test_read_weights reads among the long tests alone.
 @pytest.mark.parametrize(
-  "name", ["deepseek_v2", "deepseek_v3", "mixtral", "qwen2", "lfm2", "bamba", "qwen3_next"]
+  "name",
+  [
+    "deepseek_v2",
+    "deepseek_v3",
+    "mixtral",
+    "qwen2",
+    "lfm2",
+    "bamba",
+    "qwen3_next",
+    "nemotron_h",
+    "kimi_linear",
+  ],
 )
 def test_what_was_read_is_joined_to_the_same_tensors(name):
   sizes, arrays = name_maps.sizes_of(model_spec(job_of(name).config)), read_with_numpy(name)

@@ -17,7 +17,10 @@ from tests.models.write_families import PYTHONS
 
 pytestmark = pytest.mark.transformers
 # Which version 4.57 does not know.
-NOT_IN_4 = ("ministral3", "mistral4", "qwen3_5_text", "qwen3_5_moe_text")
+NOT_IN_4 = (
+  *("ministral3", "mistral4", "qwen3_5_text", "qwen3_5_moe_text"),
+  *("nemotron_h", "kimi_linear", "minimax"),
+)
 SCRIPT = pathlib.Path(__file__).parent / "random_folders.py"
 # Those whose keys the script draws.
 DRAWN = (

@@ -44,6 +44,9 @@ MESHES = {
   "mistral4": "single",
   "mistral": "dp8",
   "mixtral": "fsdp8",
+  "nemotron_h": "dp2_fsdp2_tp2",
+  "kimi_linear": "dp4_tp2",
+  "minimax": "fsdp8",
   "olmoe": "dp2_fsdp2_tp2",
   "phi3": "dp2_fsdp2_tp2",
   "lfm2": "dp2_fsdp2_tp2",
@@ -91,7 +94,9 @@ def test_logits_are_those_of_transformers_on_every_mesh(name):
   [
     "llama4",
     "mistral4",
-    *(pytest.param(n, marks=pytest.mark.long) for n in ("glm4_moe", "ministral3")),
+    "nemotron_h",
+    "kimi_linear",
+    *(pytest.param(n, marks=pytest.mark.long) for n in ("glm4_moe", "ministral3", "minimax")),
   ],
 )
 def test_a_cache_and_a_packed_row_give_the_same_logits(name):

@@ -79,8 +79,8 @@ YARN = {
   "mscale_all_dim": 1.0,
 }
 TEMPERED = {**YARN, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.7}
-# Those that version 4.57 does not know: their two files are the same.
-NOT_IN_4 = ("ministral3", "mistral4")
+# Those that version 4.57 does not know, or that are left to 5: their two files are the same.
+NOT_IN_4 = ("ministral3", "mistral4", "nemotron_h", "kimi_linear", "minimax")
 # name -> (model_type, keys of its config, dtype of the file). `rope` is written in the notation of
 # the version that is installed.
 FOLDERS = {
@@ -147,6 +147,41 @@ FOLDERS = {
       **{"logits_scaling": 2.0, "shared_intermediate_size": 20, "tie_word_embeddings": True},
     },
     "float32",
+  ),
+  "nemotron_h": (
+    "nemotron_h",
+    {
+      # The pattern of Nemotron-H 8B in small, with a layer of MLP behind another.
+      "layers_block_type": [
+        {"M": "linear_attention", "*": "full_attention", "-": "mlp"}[one] for one in "M-M*-M-M*--"
+      ],
+      **{"mamba_num_heads": 4, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 5},
+      **{"conv_kernel": 3, "head_dim": 6, "chunk_size": 5},
+    },
+    "bfloat16",
+  ),
+  "kimi_linear": (
+    "kimi_linear",
+    {
+      **{"num_hidden_layers": 4, "num_key_value_heads": 4, "kv_lora_rank": 8},
+      **{"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
+      **{"linear_head_dim": 5, "linear_num_heads": 2, "linear_conv_kernel_dim": 3},
+      "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+      **{"num_experts": 8, "num_experts_per_token": 3, "moe_intermediate_size": 10},
+      **{"num_expert_group": 4, "topk_group": 2, "pad_token_id": 0},
+    },
+    "bfloat16",
+  ),
+  "minimax": (
+    "minimax",
+    {
+      **{"num_hidden_layers": 3, "num_local_experts": 6, "head_dim": 6, "block_size": 5},
+      "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+      **dict.fromkeys(("full_attn_alpha_factor", "linear_attn_alpha_factor"), 1.4),
+      "mlp_alpha_factor": 1.4,
+      "rope": (1000.0, {}),
+    },
+    "bfloat16",
   ),
   "mixtral": ("mixtral", {"num_local_experts": 6, "rope": (1000.0, {})}, "bfloat16"),
   "qwen3_moe": (
@@ -315,9 +350,10 @@ def wide():
     torch.set_default_dtype(torch.float32)
 
 
-def made(name: str) -> torch.nn.Module:
+def made(name: str, dtype: str | None = None) -> torch.nn.Module:
   """Returns a model of a folder's config with its own initial parameters."""
   config = config_of(name)
+  config.dtype = dtype or config.dtype
   config._attn_implementation = config._experts_implementation = "eager"
   return auto(config.model_type)(config).eval()
 
@@ -346,12 +382,17 @@ def check_margin(router: torch.nn.Module, inputs: tuple, outputs: tuple) -> None
     raise ValueError(f"{type(router).__name__}: {margin}; draw other parameters")
 
 
+def computed(name: str) -> bool:
+  """Returns whether an array of a model is no parameter: the code computes it itself."""
+  return "inv_freq" in name or "slope_rate" in name or name.endswith("_decay")
+
+
 def write(name: str) -> None:
   """Writes a folder with random parameters, and its logits in float64."""
   torch.manual_seed(len(name))
   model = made(name)
   for parameter_name, parameter in (*model.named_parameters(), *model.named_buffers()):
-    if "inv_freq" in parameter_name:
+    if computed(parameter_name):
       continue
     scale = parameter_name.endswith("weight") and parameter.ndim == 1
     scale = scale and not name.startswith(FROM_ONE)
@@ -364,10 +405,10 @@ def write(name: str) -> None:
   config = (FOLDER / name / "config.json").rename(FOLDER / name / "config_5.json")
   if FOLDERS[name][0] in NOT_IN_4:
     (FOLDER / name / "config.json").write_text(config.read_text())
-  state = {key: value.double() for key, value in model.state_dict().items()}
+  state = {key: x.double() for key, x in model.state_dict().items() if not computed(key)}
   with wide(), torch.no_grad():
-    model = made(name).to(torch.float64)
-    model.load_state_dict(state)
+    model = made(name, "float64").to(torch.float64)
+    model.load_state_dict(state, strict=False)
     checked = [one for one in model.modules() if "Router" in type(one).__name__]
     for one in checked:
       one.register_forward_hook(check_margin)

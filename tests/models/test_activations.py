@@ -76,7 +76,7 @@ def test_a_scan_keeps_the_order_and_what_is_computed_of_each():
 
   with recording(jnp.max) as found:
     _, stacked = jax.lax.scan(body, jnp.array([1.0, 3.0]), length=2)
-    activations.record_layers(stacked, activations.DENSE)
+    activations.record_layers(stacked, "dense_layers/")
   assert {name: x.tolist() for name, x in found.items()} == {
     "dense_layers/later": [4.0, 7.0],
     "dense_layers/earlier": [3.0, 6.0],

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from models.layer_stack import order_of, over_layers, trip_counts
+from runtime.layer_kinds import LAYERS
 from tests.parity.comparison import FEATURES, assert_equal, train
 
 
@@ -21,12 +22,12 @@ class One(nnx.Module):
 
 
 def stacked(names):
-  return nnx.vmap(One)(jnp.asarray(names, jnp.int32)) if len(names) else None
+  return nnx.vmap(One)(jnp.asarray(names, jnp.int32))
 
 
-def visited(sparse, dense, order, unroll=1):
+def visited(stacks, order, unroll=1):
   """Returns (name, number) of the layers in the order in which they run."""
-  count = len(sparse) + len(dense)
+  count = sum(map(len, stacks.values()))
 
   def body(layer, carry, number):
     seen, at = carry
@@ -35,48 +36,66 @@ def visited(sparse, dense, order, unroll=1):
 
   first = jnp.zeros((count, 2), jnp.int32), jnp.asarray(0, jnp.int32)
   numbers = jnp.arange(count, dtype=jnp.int32)
-  layers = stacked(sparse), stacked(dense)
-  (seen, _), of_sparse, of_dense = over_layers(body, *layers, order, first, numbers, unroll=unroll)
-  return np.asarray(seen), np.asarray(of_sparse), of_dense
+  layers = {name: stacked(names) for name, names in stacks.items()}
+  (seen, _), found = over_layers(body, layers, order, first, numbers, unroll=unroll)
+  return np.asarray(seen), {name: np.asarray(one).tolist() for name, one in found.items()}
 
 
 def test_one_stack():
-  seen, found, _ = visited([5, 6, 7, 8], [], (), unroll=2)
+  seen, found = visited({"layers/": [5, 6, 7, 8]}, (), unroll=2)
   assert seen.tolist() == [[5, 0], [6, 1], [7, 2], [8, 3]]
-  assert found.tolist() == [0, 1, 2, 3]
+  assert found == {"layers/": [0, 1, 2, 3]}
 
 
-# s: sparse, d: dense.
+# s: sparse, d: dense, m: mixer, x: dense mixer; of layers with one part f: full, r: mixer, p: MLP.
+STACKS = {"s": LAYERS, "d": "dense_layers/", "m": "mixer_layers/", "x": "dense_mixer_layers/"}
+STACKS |= {"f": LAYERS, "r": "mixer_layers/", "p": "mlp_layers/"}
+TYPES = {"m": "mixer", "x": "mixer", "r": "mixer", "p": "mlp"}
+
+
+def runs(text):
+  """Returns groups of `order_of`: `2(s3 d1)` is a period that runs twice."""
+  found = []
+  for times, several, one in re.findall(r"(\d)\((.*?)\)|(\w\d)", text):
+    each = [(STACKS[word[0]], int(word[1:])) for word in (several or one).split()]
+    found.append((tuple(each), int(times or 1)))
+  return tuple(found)
+
+
 @pytest.mark.parametrize(
   ("pattern", "order", "trips"),
   [
-    ("ddsss", ((2, 3, 1),), [3, 2]),
-    ("dsdsds", ((1, 1, 3),), [3]),
-    ("ddsds", ((2, 1, 1), (1, 1, 1)), [2, 1, 1, 1]),
-    ("ddsddsdds", ((2, 1, 3),), [3]),
-    ("dsd", ((1, 1, 1), (1, 0, 1)), [1, 1, 1]),
-    ("sdssd", ((0, 1, 1), (1, 2, 1), (1, 0, 1)), [2, 1, 1, 1]),
-    ("ssdssdssdd", ((0, 2, 1), (1, 2, 2), (2, 0, 1)), [2, 2, 2]),
+    ("ddsss", "d2 s3", [3, 2]),
+    ("dsdsds", "3(d1 s1)", [3]),
+    ("ddsds", "d2 s1 d1 s1", [2, 1, 1, 1]),
+    ("ddsddsdds", "3(d2 s1)", [3]),
+    ("dsd", "d1 s1 d1", [1, 1, 1]),
+    ("sdssd", "s1 d1 s2 d1", [2, 1, 1, 1]),
+    ("ssdssdssdd", "2(s2 d1) s2 d2", [2, 2, 2]),
+    ("xmmsmmmsmmms", "x1 m2 2(s1 m3) s1", [2, 2, 1, 1]),
+    ("rprprfprprfprprp", "2(r1 p1) 2(r1 f1 p1 r1 p1) r1 p1", [2, 2, 1, 1]),
+    ("rrpfrrppfr", "r2 p1 f1 r2 p2 f1 r1", [2, 2, 2, 1, 1, 1, 1]),
   ],
 )
-def test_layers_of_two_stacks_run_in_any_order(pattern, order, trips):
+def test_layers_of_several_stacks_run_in_any_order(pattern, order, trips):
   numbers = {"experts": 4, "dense_layers": 0, "sparse_every": 1, "layers": len(pattern)}
-  dense = tuple(layer for layer, kind in enumerate(pattern) if kind == "d")
-  found = order_of(types.SimpleNamespace(**numbers, mlp_only_layers=dense))
-  assert found == order
+  dense = tuple(layer for layer, kind in enumerate(pattern) if kind in "dx")
+  kinds = tuple(TYPES.get(kind, "full") for kind in pattern)
+  found = order_of(types.SimpleNamespace(**numbers, mlp_only_layers=dense, layer_types=kinds))
+  assert found == runs(order)
   assert trip_counts(found) == trips
-  names = [(10 if kind == "s" else 1) * (1 + layer) for layer, kind in enumerate(pattern)]
-  each = [[x for x, kind in zip(names, pattern, strict=True) if kind == one] for one in "sd"]
-  seen, of_sparse, of_dense = visited(*each, found)
-  assert seen.tolist() == [[name, layer] for layer, name in enumerate(names)]
-  assert of_sparse.tolist() == [layer for layer, kind in enumerate(pattern) if kind == "s"]
-  assert of_dense.tolist() == [layer for layer, kind in enumerate(pattern) if kind == "d"]
+  stacks = {STACKS[kind]: {} for kind in pattern}
+  for layer, kind in enumerate(pattern):
+    stacks[STACKS[kind]][layer] = 10 * ord(kind) + layer
+  seen, returned = visited({name: [*each.values()] for name, each in stacks.items()}, found)
+  assert seen.tolist() == [[10 * ord(kind) + layer, layer] for layer, kind in enumerate(pattern)]
+  assert returned == {name: [*each] for name, each in stacks.items()}
 
 
 # ------------------------------ scan unroll ------------------------------
 
 # Layers that differ: windows, and the rope tables of each kind.
-LAYERS = {
+DIFFERING = {
   **{"model.layers": 6, "model.window": 9, "model.global_every": 3, "model.dropout_rate": 0.25},
   **FEATURES,
 }
@@ -91,8 +110,8 @@ def iterations(text):
 @pytest.mark.long
 @pytest.mark.parametrize("count", [2, 3, 6])
 def test_every_divisor_trains_as_one_layer_at_a_time(count):
-  wanted = train("lm", "float64", LAYERS)
-  ours = train("lm", "float64", {**LAYERS, "training.scan_unroll": count})
+  wanted = train("lm", "float64", DIFFERING)
+  ours = train("lm", "float64", {**DIFFERING, "training.scan_unroll": count})
   assert_equal(ours, wanted, "float64")
   assert 6 in iterations(wanted.trained.text)
   assert 6 not in iterations(ours.trained.text)
@@ -101,7 +120,7 @@ def test_every_divisor_trains_as_one_layer_at_a_time(count):
 
 @pytest.mark.long
 def test_on_a_mesh_two_layers_at_a_time_train_as_one_at_a_time_on_one_device():
-  layers = {**LAYERS, "model.layers": 4, "model.global_every": 2}
+  layers = {**DIFFERING, "model.layers": 4, "model.global_every": 2}
   ours = train("lm", "float64", {**layers, **MESH})
   assert_equal(ours, train("lm", "float64", layers), "float64")
   assert 2 in iterations(ours.trained.text)

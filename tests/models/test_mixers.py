@@ -267,7 +267,7 @@ def test_muon_on_a_mesh_gives_what_one_device_gives():
     ),
     ({**DELTA, "model.mixer_key_heads": 5}, "is not a multiple of model.mixer_key_heads=5"),
     ({**MAMBA, "model.mixer_step_limits": (1.0, 0.1)}, "two numbers, the smaller first"),
-    ({**QWEN, "model.dense_layers": 1}, "1 of 3 layers have no experts"),
+    ({**QWEN, "model.mlp_only_layers": (1,)}, "none of the layers with attention has experts"),
     (
       {**BESIDE, "model.layer_types": ("full", "full_with_mixer")},
       "all layers are of the type",

@@ -203,19 +203,30 @@ def test_losses_and_gradients_are_those_of_the_step(keys):
   assert mean == pytest.approx(float(metrics["loss"]), rel=1e-5)
 
 
-def test_dense_and_sparse_layers_are_in_the_order_of_the_model():
-  keys = {"model.experts": 4, "model.dense_layers": 1, "model.layers": 3}
-  keys |= {"model.expert_feedforward_size": 24}
-  job = make_job("single", "lm", **keys)
+SPARSE = ("attention", "router", "mlp", "residual")
+DENSE = ("attention", "mlp", "residual")
+EXPERTS = {"model.experts": 4, "model.dense_layers": 1, "model.expert_feedforward_size": 24}
+MIXERS = {"model.mixer": "mamba2", "model.layer_types": ("mixer", "full")}
+ONE_PART = {**MIXERS, "model.layer_types": ("mixer", "mlp", "full")}
+
+
+@pytest.mark.parametrize(
+  ("keys", "layers"),
+  [
+    (EXPERTS, (DENSE, SPARSE, SPARSE)),
+    ({**EXPERTS, **MIXERS}, (DENSE, SPARSE, SPARSE)),  # a dense mixer, attention, a sparse mixer
+    (ONE_PART, (("attention", "residual"), ("mlp", "residual"), ("attention", "residual"))),
+  ],
+)
+def test_layers_of_all_stacks_are_in_the_order_of_the_model(keys, layers):
+  job = make_job("single", "lm", **keys, **{"model.layers": 3})
   with job.tracing():
     shapes = jax.eval_shape(
       lambda state, batch: replay.observe_step(job.program, state, batch), job.state, job.batch
     )
   given = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes["activations"])
   found = [one.name for one in replay._in_order(job.config.model, *replay._activations(given))]
-  sparse = ("attention", "router", "mlp", "residual")
-  wanted = [f"layer 1: {what}" for what in ("attention", "mlp", "residual")]
-  wanted += [f"layer {i}: {what}" for i in (2, 3) for what in sparse]
+  wanted = [f"layer {i}: {what}" for i, each in enumerate(layers, 1) for what in each]
   assert found == ["embedding", *wanted, "logits"]
 
 
