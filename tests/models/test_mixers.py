@@ -34,6 +34,7 @@ FLOAT64 = {
   "training.compute_dtype": "float64",
   "training.matmul_precision": "highest",
 }
+DENSE = "model.mlp_only_layers"
 MUON = {**LARGE_STEPS, "optimizer.learning_rate": 0.001}  # as those of `EACH`
 
 # ------------------------------ the recurrence ------------------------------
@@ -267,7 +268,10 @@ def test_muon_on_a_mesh_gives_what_one_device_gives():
     ),
     ({**DELTA, "model.mixer_key_heads": 5}, "is not a multiple of model.mixer_key_heads=5"),
     ({**MAMBA, "model.mixer_step_limits": (1.0, 0.1)}, "two numbers, the smaller first"),
-    ({**QWEN, "model.mlp_only_layers": (1,)}, "none of the layers with attention has experts"),
+    (
+      {**QWEN, "model.layers": 2, "model.layer_types": ("mixer", "full"), **{DENSE: (1,)}},
+      "none of the layers with attention has experts",
+    ),
     (
       {**BESIDE, "model.layer_types": ("full", "full_with_mixer")},
       "all layers are of the type",
