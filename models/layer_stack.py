@@ -225,18 +225,22 @@ class Block(nnx.Module):
   ) -> Float[Array, "B R D"]:
     """Returns the residual with what a part of the layer has computed of it.
 
-    That is times `model.residual_multiplier` (Granite); and with `model.normed_residual` added to
-    so much of the part's normalized input in place of the residual (MiniMax-01).
+    With `model.normed_residual` that is added to so much of the part's normalized input in place of
+    the residual (MiniMax-01).
     """
     update_BRD, spec = named(update_BRD, f"{part}_update"), self.spec
     if spec.post_norms:
       update_BRD = getattr(self, f"{part}_post_norm")(update_BRD)
-    if spec.residual_multiplier != 1.0:
-      update_BRD = scaled(update_BRD, spec.residual_multiplier)
+    update_BRD = self._scaled(update_BRD)
     if spec.normed_residual:
       x_BRD = scaled(normed_BRD, spec.normed_residual)
     activations.record(part, update_BRD)
     return x_BRD + dropout(update_BRD, spec.dropout_rate, key, rows.slots_BT[0])
+
+  def _scaled(self, update_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
+    """Returns what is added to the residual, times `model.residual_multiplier` (Granite)."""
+    factor = self.spec.residual_multiplier
+    return update_BRD if factor == 1.0 else scaled(update_BRD, factor)
 
 
 def _parts_of(spec: LayersSpec, stack: str) -> tuple[bool, bool]:
