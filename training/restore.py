@@ -400,9 +400,16 @@ class RunCheckpoints:
     Raises:
       ValueError: there is no such model, or it is another one than the run has begun with.
     """
-    if not self.job.config.distillation.teacher:
+    where = self.job.config.distillation.teacher
+    known = base_parameters.Base.of(record, TEACHER) if record else None
+    if record and bool(where) != (known is not None):
+      begun = f"with the teacher {known.location}" if known else "without a teacher"
+      raise ValueError(
+        f"distillation.teacher={where!r}: {self.workdir} has been trained {begun}; set it back, or "
+        f"start a new run with another --workdir and checkpoint.initialize_from={self.workdir}"
+      )
+    if not where:
       return {}, {}
-    known = base_parameters.Base.of(record, TEACHER)
     branch, found = self.reader.teacher(known, str(self.workdir))
     return branch, found.record(TEACHER)
 

@@ -111,7 +111,7 @@ _OF_TEACHER: Rows = {
   "model": Key(
     (),
     "The teacher's model, as (key, value) of its section `model`: read from its folder",
-    resume=REFUSED,
+    resume=MAY_CHANGE,
   ),
   "weight": Key(
     0.5, "w: the loss is (1 - w) data + w temperature**2 divergence", least=0, resume=ACCEPT

@@ -200,6 +200,9 @@ def test_its_parameters_are_read_and_not_saved_and_no_other_teachers_are_taken(t
   other = make_job("single", "lm", **{**given, "distillation.teacher": teachers[1]})
   with pytest.raises(ValueError, match=r"(?s)other frozen parameters than those of .*/2: .*distil"):
     begun(other, tmp_path)
+  without = make_job("single", "lm", **{**given, "distillation.teacher": ""})
+  with pytest.raises(ValueError, match=r"been trained with the teacher .*checkpoints/4; set it ba"):
+    begun(without, tmp_path)
 
 
 @pytest.mark.parametrize(
