@@ -20,14 +20,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from absl import app, flags
 
-from benchmarks.timing import job_of, table, trained
+from benchmarks.timing import held_out, job_of, table, trained
 from input_pipeline.batches import TrainingBatches
 from reports import forecast_report, run_files
 from reports.sweep_report import DONE, Entry, Result
-from training.splits import training_batches
+from training.splits import evaluation_batches, training_batches
 
 _PREDICT = flags.DEFINE_string("predict", None, "The pair whose ladder is trained.")
 _TRAIN = flags.DEFINE_string("train", None, "The pair whose large run is trained.")
@@ -48,9 +47,13 @@ PAIRS = {
   "--widths=32,48,64,80,96 --flops=6e10,1e11,1.8e11,5e11 --budget='754000 tokens'",
   "bpe": f"configs/single:model=lm,data=python_source {_FAMILY} data.train_tokenizer=512 "
   f"model.vocabulary_size=512 {_SMALLER} --budget='377000 tokens'",
+  "bpe_1024": f"configs/single:model=lm,data=python_source {_FAMILY} data.train_tokenizer=1024 "
+  "model.vocabulary_size=1024 data.global_batch_size=4 --widths=32,48,64,80 "
+  "--flops=1.2e11,2e11,3.2e11 --budget='433000 tokens'",
 }
 # Twice the width, with everything else the same, has the lower loss.
 WIDTHS, STEPS, SWEEPS, SEEDS = (32, 64), 60, 10, 3
+EVALUATED = 24  # batches, the same of each run
 
 
 def predict(name: str, record: dict) -> None:
@@ -88,13 +91,14 @@ def ablation() -> dict[str, int]:
     keys |= {"data.global_batch_size": 8, "optimizer.learning_rate": 8e-3}
     job = job_of("lm", keys)
     step, init = job.compile_train_step().function, job.compile_init().function
+    evaluate, split = job.compile_eval_step().function, evaluation_batches(job.config)
     for seed in range(SWEEPS * SEEDS):
       job.config.unlock()
       job.config.seed = seed
       batches = training_batches(job.config)
       batch = functools.partial(_batch, batches, job.batch_shardings)
-      _, losses = trained(step, init(jax.random.key(seed)), batch, STEPS)
-      loss = float(np.mean(losses[-10:]))
+      state, _ = trained(step, init(jax.random.key(seed)), batch, STEPS)
+      loss = held_out(evaluate, state, split, job.batch_shardings, EVALUATED)
       entries.append((seed // SEEDS, width, seed, loss))
   right = beyond = 0
   for number in range(SWEEPS):

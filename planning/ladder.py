@@ -90,7 +90,9 @@ class Family:
     """
     width = self.resolved.model.model_size
     shares = {max(1, round(share * most * width / self._step)) * self._step for share in SHARES}
-    found = coordinate_check.widths(self.resolved.model, given or [*map(str, shares)])
+    found = sorted(shares)
+    if given:
+      found = coordinate_check.widths(self.resolved.model, given)
     if len(found) < 3:
       raise ValueError(
         f"--widths={','.join(map(str, found))}: a scaling law needs at least three sizes; widths "

@@ -66,5 +66,7 @@ def test_widths_that_are_too_few_or_cannot_be_are_refused(family):
     family.widths(["32", "64"])
   with pytest.raises(ValueError, match="100 is not a multiple of 16"):
     family.widths(["32", "64", "100"])
+  with pytest.raises(ValueError, match="--widths=16: a scaling law needs at least three"):
+    family.widths([], most=1 / 16)
   assert family.widths([]) == [32, 48, 64, 96, 128]
   assert family.widths([], most=1 / 2) == [16, 32, 48, 64]
