@@ -36,7 +36,7 @@ _OF_RUNS = {
 }
 _CHECKED = 4  # times the least width, at which a coordinate check is made, too
 _SAVES = 4  # of a run of a ladder, at least
-_HELD_OUT = 2  # of the largest runs, where the others suffice for a law
+_RUNG = 0.8  # of the largest compute: runs above it are the last rung, which is left out at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +252,8 @@ def _as_json(one: ladder.Measured, fit: Fit, unique_tokens: float) -> dict[str, 
 def _fit_as_json(fit: Fit, observed: Sequence[Observation]) -> dict[str, Any]:
   """Returns coefficients, noise, and the error on the largest runs, left out of the fit."""
   held_out: Sequence[scaling_laws.HeldOut] = ()
-  for count in range(_HELD_OUT, 0, -1):
+  rung = {one.setting for one in observed if one.compute > _RUNG * fit.largest_compute}
+  for count in range(len(rung), 0, -1):
     try:
       held_out = scaling_laws.held_out(observed, settings=count)
       break
