@@ -53,12 +53,13 @@ def block_dims(legend: Mapping[str, Dim], dtype: str, kernels: list[str]) -> dic
     kernels: letters of those that are quantized.
   """
   width = legend[RESIDUAL.width]
-  found = {_BLOCKS: dataclasses.replace(width, size=width.size // BLOCK)}
+  found = {_BLOCKS: dataclasses.replace(width, size=width.size // BLOCK, block=BLOCK)}
   if dtype == "nf4":
     found[_BYTES] = dataclasses.replace(width, size=width.size // 2)
     for letter in dict.fromkeys(_last(one) for one in kernels):
       dim = legend[letter]
-      found[_grouped(letter)] = dataclasses.replace(dim, size=dim.size // _group(dim.size))
+      group = _group(dim.size)
+      found[_grouped(letter)] = dataclasses.replace(dim, size=dim.size // group, block=group)
   return found
 
 

@@ -36,11 +36,13 @@ class Dim:
     size: its size in elements, or None where it differs between arrays (batch, sequence).
     may_replicate: the one exception to "an axis must divide it": the dim is replicated where its
       axes do not divide it, and the layout reports that.
+    block: elements that count as one, of a dim of blocks that no shard may cut.
   """
 
   name: str
   size: int | None
   may_replicate: bool = False
+  block: int = 1
 
 
 Legend = Mapping[str, Dim]  # letter -> Dim
@@ -133,13 +135,20 @@ def resolve(
       notes.append(f"{dim.name}={size} is replicated: {_axes_text(axes, sizes)} does not divide it")
       axes = ()
     elif size % parts:
-      failures.append(indivisible(letter, dim.name, size, axes, sizes))
+      failures.append(indivisible(letter, dim.name, size, axes, sizes, block=dim.block))
     entries.append(axes)
   return Resolved(partition_spec(entries), tuple(notes), tuple(failures))
 
 
 def indivisible(
-  letter: str, name: str, size: int, axes: Axes, sizes: Mapping[str, int], where: str = ""
+  letter: str,
+  name: str,
+  size: int,
+  axes: Axes,
+  sizes: Mapping[str, int],
+  where: str = "",
+  *,
+  block: int = 1,
 ) -> Failure:
   """Returns the failure of a dim that its axes do not divide, with the nearest sizes that work.
 
@@ -150,15 +159,17 @@ def indivisible(
     axes: mesh axes.
     sizes: mesh axis -> size.
     where: prefix of the message.
+    block: elements that count as one.
   """
   parts = axes_size(axes, sizes)
-  below, above = size // parts * parts, (size // parts + 1) * parts
+  below, above = (size // parts * parts * block, (size // parts + 1) * parts * block)
+  of_blocks = f" blocks of {block}" if block > 1 else ""
   near = f"{below} or {above}" if below else f"{above}"
   fix = f"make {name} {near}"
   if len(axes) == 1:
     fix += f", or set mesh.{axes[0]}={math.gcd(size, parts)}"
   text = (
-    f"{where}dim {letter} ({name}) = {size} is not divisible by mesh axis "
+    f"{where}dim {letter} ({name}) = {size}{of_blocks} is not divisible by mesh axis "
     f"{_axes_text(axes, sizes)}; {fix}"
   )
   return Failure(text, ("indivisible", letter, name, size, axes))

@@ -99,11 +99,14 @@ def test_a_slice_and_a_stack_have_the_same_bits():
 @pytest.mark.parametrize(
   ("keys", "said"),
   [
-    ({"mesh.fsdp": 4}, r"query/kernel_codes.*|kernel_scales: dim Ⓓ \(model\) = 2 is not divisible"),
+    (
+      {"mesh.fsdp": 4},
+      r"kernel_scales: dim Ⓓ \(model\) = 2 blocks of 64 .* fsdp=4; make model 256, or set mesh",
+    ),
     (
       {"mesh.tensor": 8, "model.feedforward_size": 256, "model.kv_heads": 8},
-      r"mlp/gate/kernel_scale_steps: dim Ⓕ \(feedforward\) = 4 is not divisible by mesh axis "
-      r"tensor=8",
+      r"mlp/gate/kernel_scale_steps: dim Ⓕ \(feedforward\) = 4 blocks of 64 is not divisible by "
+      r"mesh axis tensor=8; make feedforward 512, or",
     ),
   ],
 )
