@@ -149,6 +149,7 @@ OPTIMIZER: Rows = {
       "optimizer.state_memory=host": "the host has no state of each group",
       "optimizer.ema_decays": "parameters change in one step of many",
       "mesh.stage": "a schedule of stages is for all rows of a batch",
+      "task=grpo": "answers are drawn from the run's parameters, not from those of the groups",
     },
     resume=REFUSED,
   ),
