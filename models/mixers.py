@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key, Shaped
 
 from models import recurrence
-from models.attention import Cache
+from models.attention import CACHE, Cache
 from models.layers import Linear, Norm, adapter_dropout, named
 from models.positions import Layer, Rows
 from models.spec import RESIDUAL, DecoderSpec
@@ -183,31 +183,148 @@ def facts(rows: Rows, batch: int, length: int) -> tuple[Array, Array]:
   return jnp.broadcast_to(rows.positions_BT, (batch, length)), rows.slots_BT[0]
 
 
+# ------------------------------ what mixers share ------------------------------
+
+
+class Mixer(nnx.Module):
+  """Projections of the layer's input, what mixes tokens, a gate, and the projection out."""
+
+  projections: tuple[str, ...]  # names of the linear layers of the input
+  cached: tuple[str, ...]  # names of the arrays of its cache
+  named_as = ("query", "key", "value", "gate")  # of the first projections, to rematerialize
+  letters = "BTAu"  # of what is projected out
+
+  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs, name: str):
+    """Draws the projections of the input."""
+    self.dtype, self.adapter_dropout = spec.compute_dtype, spec.lora.dropout
+    for one in self.projections:
+      setattr(self, one, Linear(f"{name}/{one}", spec, rngs=rngs))
+
+  def __call__(
+    self,
+    x_BRD: Float[Array, "B R D"],
+    layer: Layer,
+    rows: Rows,
+    cache: Cache | None = None,
+    key: Key[Array, ""] | None = None,
+  ) -> tuple[Float[Array, "B R D"], Cache | None]:
+    """Returns the residual's update, and the cache with these tokens in it; see attention."""
+    keys = (None, None) if key is None else jax.random.split(key)
+    dropped = functools.partial(adapter_dropout, self.adapter_dropout, slots_T=rows.slots_BT[0])
+    inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
+    projected = self._projected(x_BRD, inputs)
+    count = len(self.named_as)
+    given = [named(x, one) for x, one in zip(projected[:count], self.named_as, strict=True)]
+    out, cache = self._mixed(given, projected[count:], layer, rows, cache)
+    gated = self._gated(named(out, ATTENTION_OUTPUT), given).astype(self.dtype)
+    gated = constrain(gated, self.letters)
+    inputs = dropped(key=keys[1], letters=self.letters, shape=gated.shape)
+    return row_parallel(gated, self.out, RESIDUAL, inputs), cache
+
+  def _projected(self, x_BRD: Float[Array, "B R D"], inputs: Dropped | None) -> list[Array]:
+    """Returns the projections of the layer's input, those of `named_as` first."""
+    linear = [getattr(self, one) for one in self.projections]
+    return column_parallel(x_BRD, linear, RESIDUAL, inputs)
+
+
+class Recurrent(Mixer):
+  """A state that keys and values write, and queries read, token after token."""
+
+  delta = False  # whether what a key reads is replaced
+  constants: tuple[str, ...] = ()  # parameters that a device's part of `_mixed` reads
+
+  def _gates(self, others: list[Array], v: Array, layer: Layer, rows: Rows) -> tuple[Array, Array]:
+    """Returns logarithms of decays and strengths, of `others` than the named projections."""
+    raise NotImplementedError
+
+  def _mixed(
+    self,
+    given: list[Array],
+    others: list[Array],
+    layer: Layer,
+    rows: Rows,
+    cache: Cache | None,
+  ) -> tuple[Float[Array, "B T A u"], Cache | None]:
+    """Returns the outputs of convolutions and recurrence, and the cache, each device its own."""
+    wide, (q, k, v, _) = wide_dtype(self.dtype), given
+    gates, heads = self._gates(others, v, layer, rows), v.shape[2]
+    letters = [_CONSTANTS[name] for name in self.constants]
+    params = [getattr(self, name)[...].astype(wide) for name in self.constants]
+    params = [constrain(x, one) for x, one in zip(params, letters, strict=True)]
+    count = len(params)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def on_device(q, k, v, decay, strength, *given):
+      own = dict(zip(self.constants, given[:count], strict=True))
+      positions, slots, *cached = given[count:]
+      pieces, state = Pieces.of(rows, slots), cached[0] if cached else None
+      tails, convolved, kept = [*cached[1:]] or [None] * 3, [], []
+      for name, x, tail in zip(_CHANNELS, (q, k, v), tails, strict=True):
+        x = x.astype(wide)
+        if f"{name}_taps" in own:
+          tail = None if tail is None else tail.astype(wide)
+          x, inputs = convolution(x, own[f"{name}_taps"], positions, pieces, tail)
+          kept.append(inputs)
+        if f"{name}_taps_bias" in own:
+          x = x + own[f"{name}_taps_bias"][None, None]
+        convolved.append(jax.nn.silu(x))
+      q, k = (serving(x, heads, v.shape[2]) for x in convolved[:2])
+      v = convolved[2]
+      if self.delta:
+        q, k = map(of_unit_length, (q, k))
+        q = q * jnp.asarray(q.shape[-1] ** -0.5, wide)
+      if state is None:
+        out = through_pieces(q, k, v, decay, strength, pieces, delta=self.delta)
+      else:
+        out, state = recurrence.recurrence(q, k, v, decay, strength, state, delta=self.delta)
+      if "skip" in own:
+        out = out + own["skip"][None, None, :, None] * v
+      out = out.astype(self.dtype)
+      if state is None:
+        return out
+      taps = [x for name, x in own.items() if name.endswith("_taps")]
+      pairs = zip(kept, taps, strict=True)
+      return out, state, *(new_tail(x, len(w) - 1, rows).astype(self.dtype) for x, w in pairs)
+
+    decays = "BTA" if gates[0].ndim == 3 else "BTAh"
+    letters = [*(f"BT{x}" for x in _CHANNELS.values()), decays, "BTA", *letters, "BT", "T"]
+    arrays = [q, k, v, *gates, *params, *facts(rows, *v.shape[:2])]
+    if cache is None:
+      return on_shards(on_device, letters, "BTAu", *arrays), None
+    found = on_device(*arrays, *(cache[name] for name in self.cached))
+    of_cache = [CACHE[name][1:] for name in self.cached]
+    out, *new = (constrain(x, one) for x, one in zip(found, ("BTAu", *of_cache), strict=True))
+    return out, cache | dict(zip(self.cached, new, strict=True))
+
+
+_CHANNELS = {"query": "Gh", "key": "Gh", "value": "Au"}  # what a convolution is of -> its letters
+_CONSTANTS = {f"{one}_taps": f"w{letters}" for one, letters in _CHANNELS.items()}
+_CONSTANTS |= {f"{one}_taps_bias": letters for one, letters in _CHANNELS.items()}
+_CONSTANTS["skip"] = "A"
+TAPS = tuple(f"{one}_taps" for one in _CHANNELS)
+TAILS = tuple(f"{one}_tails" for one in _CHANNELS)
+
 # ------------------------------ Gated DeltaNet ------------------------------
 
 
-class GatedDeltaNet(nnx.Module):
+class GatedDeltaNet(Recurrent):
   """Gated DeltaNet. Source: arXiv:2412.06464; as in Qwen3-Next."""
 
-  cached = "states", "query_tails", "key_tails", "value_tails"
+  projections = "query", "key", "value", "gate", "decay", "strength"
+  cached = ("states", *TAILS)
+  delta, constants = True, TAPS
   decays = "A"  # letters of a token's decays: of heads, or of each of their rows
   gate_activation = staticmethod(jax.nn.silu)
 
   def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs, name: str):
     """Draws the projections, convolutions and decays."""
-    self.dtype = spec.compute_dtype
-    linear = functools.partial(Linear, spec=spec, rngs=rngs)
-    self.query, self.key = linear(f"{name}/query"), linear(f"{name}/key")
-    self.value, self.gate = linear(f"{name}/value"), linear(f"{name}/gate")
-    self.decay, self.strength = linear(f"{name}/decay"), linear(f"{name}/strength")
-    self.query_taps, self.key_taps, self.value_taps = (
-      draw_taps(spec, letters, rngs) for letters in ("wGh", "wGh", "wAu")
-    )
+    super().__init__(spec, rngs=rngs, name=name)
+    for one, letters in _CHANNELS.items():
+      setattr(self, f"{one}_taps", draw_taps(spec, f"w{letters}", rngs))
     self.log_factor, self.step_bias = draw_decays(spec, rngs, steps=self.decays)
     plain = dataclasses.replace(spec, norm_scale_from_one=False)
     self.norm = Norm(f"{name}/norm", plain)
-    self.out = linear(f"{name}/out", scale=spec.out_scale)
-    self.adapter_dropout = spec.lora.dropout
+    self.out = Linear(f"{name}/out", spec, rngs=rngs, scale=spec.out_scale)
 
   @staticmethod
   def dims(spec: DecoderSpec) -> dict[str, str]:
@@ -229,93 +346,19 @@ class GatedDeltaNet(nnx.Module):
     """Returns operations per token of the recurrence: a key and a query read, a key writes."""
     return 6 * spec.mixer_heads * spec.mixer_head_size * spec.mixer_value_head_size
 
-  def __call__(
-    self,
-    x_BRD: Float[Array, "B R D"],
-    layer: Layer,
-    rows: Rows,
-    cache: Cache | None = None,
-    key: Key[Array, ""] | None = None,
-  ) -> tuple[Float[Array, "B R D"], Cache | None]:
-    """Returns the residual's update, and the cache with these tokens in it; see attention."""
-    del layer
-    keys = (None, None) if key is None else jax.random.split(key)
-    dropped = functools.partial(adapter_dropout, self.adapter_dropout, slots_T=rows.slots_BT[0])
-    inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
-    q, k, v, gate, decay, strength = self._projected(x_BRD, inputs)
-    q, k, v, gate = (
-      named(x, name) for x, name in ((q, "query"), (k, "key"), (v, "value"), (gate, "gate"))
-    )
-    decay, strength = self._gates(decay, strength, rows)
-    out_BTAu, cache = self._mixed(q, k, v, decay, strength, rows, cache)
-    out_BTAu = named(out_BTAu, ATTENTION_OUTPUT)
+  def _gated(self, out_BTAu: Array, given: list[Array]) -> Float[Array, "B T A u"]:
     wide = wide_dtype(self.dtype)
-    gated = self.norm(out_BTAu).astype(wide) * self.gate_activation(gate.astype(wide))
-    gated = constrain(gated.astype(self.dtype), "BTAu")
-    inputs = dropped(key=keys[1], letters="BTAu", shape=gated.shape)
-    return row_parallel(gated, self.out, RESIDUAL, inputs), cache
+    return self.norm(out_BTAu).astype(wide) * self.gate_activation(given[-1].astype(wide))
 
-  def _projected(self, x_BRD: Float[Array, "B R D"], inputs: Dropped | None) -> list[Array]:
-    """Returns queries, keys, values, gates, and what decays and strengths are made of."""
-    projections = [self.query, self.key, self.value, self.gate, self.decay, self.strength]
-    return column_parallel(x_BRD, projections, RESIDUAL, inputs)
-
-  def _gates(self, decay: Array, strength_BTA: Array, rows: Rows) -> tuple[Array, Array]:
+  def _gates(self, others: list[Array], v: Array, layer: Layer, rows: Rows) -> tuple[Array, Array]:
     """Returns logarithms of decays, and strengths; padding decays and writes nothing."""
-    wide = wide_dtype(self.dtype)
+    del v, layer
+    wide, (decay, strength_BTA) = wide_dtype(self.dtype), others
     bias = constrain(self.step_bias[...].astype(wide), self.decays)[None, None]
     factor = constrain(self.log_factor[...].astype(wide), "A")[None, None]
     factor = factor.reshape(*factor.shape, *(1,) * (bias.ndim - factor.ndim))
     log_decay = -jnp.exp(factor) * jax.nn.softplus(decay.astype(wide) + bias)
     return gates_at_borders(log_decay, jax.nn.sigmoid(strength_BTA.astype(wide)), rows)
-
-  def _mixed(
-    self,
-    q: Float[Array, "B T G h"],
-    k: Float[Array, "B T G h"],
-    v: Float[Array, "B T A u"],
-    decay: Float[Array, "B T A *h"],
-    strength: Float[Array, "B T A"],
-    rows: Rows,
-    cache: Cache | None,
-  ) -> tuple[Float[Array, "B T A u"], Cache | None]:
-    """Returns the outputs of convolutions and recurrence, and the cache, each device its own."""
-    wide = wide_dtype(self.dtype)
-    taps = [constrain(x[...].astype(wide), letters) for x, letters in self._taps()]
-    most, heads = taps[0].shape[0] - 1, v.shape[2]
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def on_device(q, k, v, decay, strength, taps_q, taps_k, taps_v, positions, slots, *cached):
-      pieces = Pieces.of(rows, slots)
-      state, *tails = cached or (None,) * 4
-      convolved, kept = [], []
-      for x, weights, tail in zip((q, k, v), (taps_q, taps_k, taps_v), tails, strict=True):
-        tail = None if tail is None else tail.astype(wide)
-        x, inputs = convolution(x.astype(wide), weights, positions, pieces, tail)
-        convolved.append(jax.nn.silu(x))
-        kept.append(inputs)
-      q, k, v = convolved
-      q, k = (of_unit_length(serving(x, heads, v.shape[2])) for x in (q, k))
-      q = q * jnp.asarray(q.shape[-1] ** -0.5, wide)
-      if not cached:
-        return through_pieces(q, k, v, decay, strength, pieces, delta=True).astype(self.dtype)
-      out, state = recurrence.recurrence(q, k, v, decay, strength, state, delta=True)
-      tails = (new_tail(x, most, rows).astype(self.dtype) for x in kept)
-      return out.astype(self.dtype), state, *tails
-
-    decays = f"BT{self.decays}"
-    letters = ["BTGh", "BTGh", "BTAu", decays, "BTA", "wGh", "wGh", "wAu", "BT", "T"]
-    given = [q, k, v, decay, strength, *taps, *facts(rows, q.shape[0], q.shape[1])]
-    if cache is None:
-      return on_shards(on_device, letters, "BTAu", *given), None
-    of_cache = ("BAhu", "BoGh", "BoGh", "BoAu")
-    names = GatedDeltaNet.cached
-    found = on_device(*given, *(cache[name] for name in names))
-    out, *new = (constrain(x, one) for x, one in zip(found, ("BTAu", *of_cache), strict=True))
-    return out, cache | dict(zip(names, new, strict=True))
-
-  def _taps(self) -> list[tuple[nnx.Param, str]]:
-    return [(self.query_taps, "wGh"), (self.key_taps, "wGh"), (self.value_taps, "wAu")]
 
 
 def draw_decays(
@@ -348,20 +391,18 @@ def of_unit_length(x: Float[Array, "*X H"]) -> Float[Array, "*X H"]:
 # ------------------------------ short convolutions ------------------------------
 
 
-class ShortConvolution(nnx.Module):
+class ShortConvolution(Mixer):
   """out(output_gate(x) * convolution(input_gate(x) * channels(x))). Source: LFM2, 2511.23404."""
 
+  projections = "input_gate", "output_gate", "channels"
   cached = ("channel_tails",)
+  named_as, letters = ("query", "gate", "value"), "BTX"
 
   def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs, name: str):
     """Draws the projections and the convolution."""
-    self.dtype = spec.compute_dtype
-    linear = functools.partial(Linear, spec=spec, rngs=rngs)
-    self.input_gate, self.output_gate = linear(f"{name}/input_gate"), linear(f"{name}/output_gate")
-    self.channels = linear(f"{name}/channels")
+    super().__init__(spec, rngs=rngs, name=name)
     self.taps = draw_taps(spec, "wX", rngs)
-    self.out = linear(f"{name}/out", scale=spec.out_scale)
-    self.adapter_dropout = spec.lora.dropout
+    self.out = Linear(f"{name}/out", spec, rngs=rngs, scale=spec.out_scale)
 
   @staticmethod
   def dims(spec: DecoderSpec) -> dict[str, str]:
@@ -374,24 +415,20 @@ class ShortConvolution(nnx.Module):
     """Returns operations per token of the convolution and its gates."""
     return (2 * spec.convolution_size + 2) * spec.model_size
 
-  def __call__(
+  def _gated(self, out_BTX: Float[Array, "B T X"], given: list[Array]) -> Float[Array, "B T X"]:
+    del given  # gated where the convolution is computed
+    return out_BTX
+
+  def _mixed(
     self,
-    x_BRD: Float[Array, "B R D"],
+    given: list[Array],
+    others: list[Array],
     layer: Layer,
     rows: Rows,
-    cache: Cache | None = None,
-    key: Key[Array, ""] | None = None,
-  ) -> tuple[Float[Array, "B R D"], Cache | None]:
-    """Returns the residual's update, and the cache with these tokens in it; see attention."""
-    del layer
-    keys = (None, None) if key is None else jax.random.split(key)
-    dropped = functools.partial(adapter_dropout, self.adapter_dropout, slots_T=rows.slots_BT[0])
-    inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
-    projections = [self.input_gate, self.output_gate, self.channels]
-    before, after, v = column_parallel(x_BRD, projections, RESIDUAL, inputs)
-    before, after, v = (
-      named(x, name) for x, name in ((before, "query"), (after, "gate"), (v, "value"))
-    )
+    cache: Cache | None,
+  ) -> tuple[Float[Array, "B T X"], Cache | None]:
+    """Returns the gated outputs of the convolution, and the cache, each device its own."""
+    del others, layer
     wide = wide_dtype(self.dtype)
     taps_wX = constrain(self.taps[...].astype(wide), "wX")
     most = taps_wX.shape[0] - 1
@@ -404,15 +441,10 @@ class ShortConvolution(nnx.Module):
       out = (after * out).astype(self.dtype)
       return out if tail is None else (out, new_tail(inputs, most, rows).astype(self.dtype))
 
-    given = [before, after, v, taps_wX, *facts(rows, v.shape[0], v.shape[1])]
+    arrays = [*given, taps_wX, *facts(rows, *given[0].shape[:2])]
     if cache is None:
       letters = ["BTX", "BTX", "BTX", "wX", "BT", "T"]
-      out_BTX = on_shards(on_device, letters, "BTX", *given)
-    else:
-      [name] = ShortConvolution.cached
-      out_BTX, tail = on_device(*given, cache[name])
-      out_BTX = constrain(out_BTX, "BTX")
-      cache = cache | {name: constrain(tail, "BoX")}
-    out_BTX = named(out_BTX, ATTENTION_OUTPUT)
-    inputs = dropped(key=keys[1], letters="BTX", shape=out_BTX.shape)
-    return row_parallel(out_BTX, self.out, RESIDUAL, inputs), cache
+      return on_shards(on_device, letters, "BTX", *arrays), None
+    [name] = self.cached
+    out_BTX, tail = on_device(*arrays, cache[name])
+    return constrain(out_BTX, "BTX"), cache | {name: constrain(tail, "BoX")}
