@@ -10,7 +10,7 @@ written.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,7 +109,7 @@ def choice(key: str, ours: str, table: Mapping[str, str]) -> Part:
 
   def read(theirs: Theirs) -> dict[str, Any]:
     value = theirs.get(key)
-    if value not in table:
+    if not isinstance(value, Hashable) or value not in table:
       known = ", ".join(table)
       raise ValueError(
         f"{key}={short(value)}: one of {known} is needed{nearest(str(value), table)}"

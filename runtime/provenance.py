@@ -39,6 +39,10 @@ NUMERICS = (
   "training/microbatches.py",  # likewise
   "training/optimizer.py",
   "training/optimizers",
+  "training/outer.py",
+  "training/rewards.py",
+  "training/verifiers.py",
+  "inference/grpo.py",  # what rewards make of answers
   "training/schedules.py",
   "training/bad_steps.py",  # which rows are skipped
   "training/state.py",

@@ -102,7 +102,7 @@ class Call:
           answer = answer[os.write(written, answer) :]
         os.write(written, b"\n")
       finally:
-        os._exit(0)
+        os._exit(os.EX_OK)
     os.close(written)
 
   def _enter(self, written: int) -> None:
@@ -151,7 +151,7 @@ class Call:
       events = dict(watched.poll(1000 * min(left, _LOOK_SECONDS)))
       if events.get(given, 0) & select.POLLHUP:  # the run has ended, or was killed
         self.kill()
-        sys.exit(0)
+        sys.exit()
       if self._answers not in events:
         if sum(1 for _ in self._processes()) > MOST_PROCESSES:
           return _failure(f"had more than {MOST_PROCESSES} processes")
@@ -207,7 +207,7 @@ class Call:
           with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
         time.sleep(0.001)
-      sys.exit(1)
+      sys.exit("a reward's processes cannot be killed")
 
 
 def _failure(what: str, detail: str = "") -> dict[str, str]:

@@ -60,7 +60,7 @@ def test_what_a_run_changes_comes_first_or_alone(main):
   head = ["changed from the recipe lm:", *changed, "not changed:", "argument"]
   assert names[: len(head)] == head
   assert len(out.splitlines()) < 300
-  folded = "partitioning.parameters: 32 dims; `config partitioning.parameters` lists them"
+  folded = "partitioning.parameters: 34 dims; `config partitioning.parameters` lists them"
   assert out.splitlines()[-1] == folded
   _, out, _ = main(*command, "--changed", "--json")
   assert [row["key"] for row in json.loads(out)] == changed

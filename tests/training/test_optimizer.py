@@ -212,8 +212,9 @@ def test_muon_refuses_a_model_of_which_it_would_update_nothing():
   assert str(error.value) == (
     "optimizer.name=contrib.muon: Muon would update 0 of the 1 trained parameters of the model "
     "transformer, and its Adam all: Muon takes kernels whose dims, layers, dense_layers, "
-    "mixer_layers, mtp_layers, experts apart, are all among model, feedforward, "
-    "expert_feedforward, shared_feedforward, heads, kv_heads, head, value_head, key_value_head, "
+    "mixer_layers, dense_mixer_layers, mlp_layers, mtp_layers, experts apart, are all among model, "
+    "feedforward, expert_feedforward, shared_feedforward, heads, kv_heads, head, value_head, "
+    "key_value_head, "
     "query_latent, query_latent_output, latent, latent_output, rotary_key, mixer_heads, "
     "mixer_key_heads, mixer_head, mixer_value_head, mixer_channels, decay_latent, gate_latent. "
     "Trained kernels are embed/table (vocabulary, model). Give the model's hidden dims these "

@@ -94,9 +94,10 @@ def test_all_ways_to_fail_are_named_and_the_others_keep_their_values_and_places(
   text = f"{file}*2,{file}:half*-1"
   good = ["a", "bb", "ccc"]
   answers = [[*WANTED, *good], [*good, *reversed(WANTED)]]
+  before = {*psutil.Process().children(recursive=True)}
   with Rewards(text, seconds=0.7, memory_mib=256, processes=2) as made:
     found = made.score(["p", "q"], answers, [{"worth": 1}, {"worth": 2}])
-    left = [*psutil.Process().children(recursive=True)]
+    left = {*psutil.Process().children(recursive=True)} - before
     again = made.score(["p"], [good], [{"worth": 1}])
   assert len(left) <= 2, left  # the workers alone
   failed = np.array([[one in WANTED for one in group] for group in answers])

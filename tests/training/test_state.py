@@ -143,7 +143,7 @@ class Counting(mlp.MLP):
 def counting(monkeypatch):
   """Returns a function of config keys that makes a job of this model, in place of the MLP."""
   monkeypatch.setitem(MODELS, "mlp", types.SimpleNamespace(SPEC=mlp.SPEC, build=Counting))
-  monkeypatch.setattr(runs.QuickJob, "_compiled", {})  # there is no other model in its keys
+  monkeypatch.setattr(runs.QuickJob, "_programs", {})  # there is no other model in its keys
   keys = {**runs.KEYS, "training.steps": 10, "evaluation.every_steps": 5}
   return lambda **more: runs.quick(make_job("dp4_tp2", "mlp", **{**keys, **more}))
 

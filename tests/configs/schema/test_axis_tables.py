@@ -7,16 +7,20 @@ from models import model_spec
 from partitioning.mesh_sizes import AXES
 from tests.helpers.jobs import make_job
 from tests.parity.latents import LATENTS
-from tests.parity.mixers import CONVOLUTION, DELTA, KIMI
+from tests.parity.mixers import CONVOLUTION, DELTA, KIMI, MAMBA
 
 EVERY_DIM = {"model.positions": "learned", "lora.rank": 3}
 EXPERTS = {"model.experts": 4, "model.dense_layers": 1, "model.shared_feedforward_size": 8}
+ONE_PART = {**MAMBA, "model.layer_types": ("mixer", "mlp", "full")}
 
 
 @pytest.mark.parametrize("recipe", ["lm", "mlp"])
 def test_the_axis_tables_hold_the_dims_that_the_model_has_and_no_other(recipe):
   keys = (
-    [EVERY_DIM, LATENTS, EXPERTS, DELTA, KIMI, CONVOLUTION, {"model.mtp_layers": 1}]
+    [
+      *(EVERY_DIM, LATENTS, EXPERTS, DELTA, {**DELTA, **EXPERTS}, KIMI, CONVOLUTION, ONE_PART),
+      {"model.mtp_layers": 1},
+    ]
     if recipe == "lm"
     else [{}]
   )
