@@ -8,7 +8,7 @@ heads of queries and keys serve N / G of the N heads each):
 with a decay a_t of the head or of each of its H rows, and a strength b_t. Without the delta rule
 v_t alone is written. A decay of 0 begins anew: so does the first token of a document.
 
-Within a chunk all tokens are computed at once, by matmuls and one triangular system (the UT
+Within a chunk all tokens are computed at once, by matmuls and one triangular matrix (the UT
 transform, arXiv:2406.06484 and 2412.06464); chunks follow one another in a scan. Every decay
 between two tokens is the exponential of a sum of logarithms that are at most 0, so nothing
 overflows. The backward pass computes the states at the beginning of chunks again, and one chunk's
@@ -127,13 +127,62 @@ def _chunk(
   written = b * v
   if delta:
     written -= b * ((of_heads(k) * of_rows) @ state)
-    system = jnp.tril(b * scores(k), -1)
-    solve = functools.partial(jax.lax.linalg.triangular_solve, left_side=True, lower=True)
-    written = solve(system, written, unit_diagonal=True)
+    written = _solved(jnp.tril(b * scores(k), -1), written)
   last = between[..., -1, :, :] if rows else between[..., -1, :, None]
   end = of_rows[..., -1, :, None] * state + jnp.swapaxes(of_heads(k) * last, -1, -2) @ written
   out = None if q is None else (of_heads(q) * of_rows) @ state + scores(q) @ written
   return out, end
+
+
+@jax.custom_vjp
+def _solved(
+  strictly_lower: Float[Array, "*B C C"], right: Float[Array, "*B C U"]
+) -> Float[Array, "*B C U"]:
+  """Returns X of (I + L) X = R, by matmuls.
+
+  Compilers for GPUs and TPUs solve a triangular system row after row. On CPUs jaxlib calls LAPACK
+  for each matrix of a batch in threads of the pool whose thread waits for them: two layers that
+  solve at a time on two cores wait for ever.
+  """
+  return _inverse(strictly_lower) @ right
+
+
+def _solved_forward(strictly_lower: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
+  inverse = _inverse(strictly_lower)
+  found = inverse @ right
+  return found, (inverse, found)
+
+
+def _solved_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+  inverse, found = saved
+  d_right = jnp.swapaxes(inverse, -1, -2) @ gradient
+  return jnp.tril(-d_right @ jnp.swapaxes(found, -1, -2), -1), d_right
+
+
+_solved.defvjp(_solved_forward, _solved_backward)
+
+
+def _inverse(strictly_lower: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
+  """Returns the inverse of I + L: of blocks twice as large in each turn, from those that they have.
+
+  The inverse of [[A, 0], [L, D]] is [[A', 0], [-D' L A', D']] with the inverses A' and D'. Unlike
+  those of a sum of powers of L its parts do not grow where keys are near to one another.
+  """
+  given, outer = strictly_lower.shape[-1], strictly_lower.shape[:-2]
+  size = 1 << (given - 1).bit_length()
+  behind = [(0, 0)] * len(outer) + [(0, size - given)] * 2
+  lower = jnp.pad(strictly_lower, behind)
+  multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+  inverse, half = jnp.ones((*outer, size, 1, 1), lower.dtype), 1  # of blocks on the diagonal
+  while half < size:
+    starts = range(half, size, 2 * half)
+    below = jnp.stack([lower[..., at : at + half, at - half : at] for at in starts], axis=-3)
+    first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+    corner = -multiply(second, multiply(below, first))
+    upper = jnp.concatenate([first, jnp.zeros_like(corner)], axis=-1)
+    inverse = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+    half *= 2
+  return inverse[..., 0, :given, :given]
 
 
 def _decays(log_decay: Float[Array, "B N C *H"]) -> tuple[Array, Array]:
