@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import threadpoolctl
 from etils import epath
 
 from commands import config_flag, flags, forecast_target, sweep, sweep_axes
@@ -83,9 +82,8 @@ def run() -> int:
     return code
   measured = plan.measured(runs.entries)
   observed = ladder.observations(measured, plan.unique_tokens)
-  with threadpoolctl.threadpool_limits(1):  # threads for five numbers take 40 times as long
-    fit = scaling_laws.fit_law(observed)
-    checked = _fit_as_json(fit, observed)
+  fit = scaling_laws.fit_law(observed)
+  checked = _fit_as_json(fit, observed)
   found = forecast_target.of_budget(fit, plan.family, budget, plan.unique_tokens)
   parts = {
     "command": flags.command_line(),
@@ -297,4 +295,4 @@ def _best_values(
       "exponents": {key: vars(one) for key, one in law.exponents.items()},
       "at_targets": [vars(law.at(*one)) for one in sizes],
     }
-  return {"best": best} if best else {"best": {}}
+  return {"best": best}
