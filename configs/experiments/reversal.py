@@ -7,8 +7,8 @@ r"""A small decoder that writes words backwards: by examples, most of them wrong
 The first command writes the files: words.jsonl, of whose answers a quarter are right and the others
 are the word's letters in some order; prompts.jsonl, each word with its right answer, for the
 reward. A model of 0.14 M parameters learns what is there; GRPO then finds out which answers are
-rewarded. Expected on words that are held out of `grpo`: 12 % right before, 99 % after 200 steps
-(docs/fine_tuning.md), which took 162 s on two shared x86-64 cores, and `base` 45 s.
+rewarded. Expected on words that are held out of `grpo`: 12 % right before, all after 300 steps
+(docs/fine_tuning.md), which took 187 s on two shared x86-64 cores, and `base` 45 s.
 """
 
 import itertools
@@ -40,7 +40,8 @@ def get_config(argument: str | None = None) -> ConfigDict:
   if stage == "grpo":
     config.data.update(sequence_length=12, global_batch_size=256)
     config.grpo.update(rewards="exact", answers=16, new_tokens=6)
-    config.optimizer.update(learning_rate=1e-3, weight_decay=0.0, schedule="constant")
+    config.optimizer.update(learning_rate=1e-3, weight_decay=0.0, warmup_steps=10)
+    config.training.steps = 300
     config.checkpoint.initialize_from = BASE
     config.evaluation.update(every_steps=25, steps=1)
   return config
