@@ -1,4 +1,4 @@
-"""Layers of constant state in place of attention: Gated DeltaNet, gated short convolutions.
+"""Layers of constant state in place of attention: what they share, Gated DeltaNet, convolutions.
 
 They have attention's interface. A document's first token begins anew, so the documents of a packed
 row have no influence on one another. Where the sequence is split, a device has one piece of it, or
