@@ -32,7 +32,7 @@ class CachedSampler(TokenSampler):
   def __init__(self, model: TrainedModel):
     # A piece is written as a whole, also where only its first tokens count.
     super().__init__(model.job, rows=1, slots=model.spec.sequence_length + PIECE)
-    self._given = model.params, *([model.variables] if model.variables else [])
+    self._given = model.given
     self._known: list[int] = []  # the tokens in the cache
     self.pace = Pace()
     self._piece, self._cache = self._program(PIECE), self.empty_cache()
@@ -67,10 +67,9 @@ class CachedSampler(TokenSampler):
     tokens_BT[:, : len(piece)] = piece  # the rows that only fill the batch repeat the first
     counts_B = np.full(self.rows, len(piece), np.int32)
     tokens_BT, counts_B = self._put((tokens_BT, counts_B))
-    params, *variables = self._given
-    drawn_B1, _, self._cache = program(
-      params, tokens_BT, counts_B, self._cache, settings, *variables
-    )
+    params, variables = self._given
+    given = params, tokens_BT, counts_B, self._cache, settings, variables
+    drawn_B1, _, self._cache = program(*given)
     self._known += piece
     return int(np.asarray(drawn_B1)[0, 0])
 

@@ -178,14 +178,13 @@ class Rollouts:
   def _compile_log_p(self, *, base: bool) -> Any:
     job, placed = self._job, self._job.state_shardings
 
-    def log_p(params: Any, batch: Batch, variables: Any = None) -> Any:
+    def log_p(params: Any, batch: Batch, variables: Any) -> Any:
       return grpo.log_probabilities(job.program.module(params, variables), batch, base=base)
 
-    variables = [job.state.variables] if job.state.variables else []
     return job.compile(
       log_p,
-      *(job.state.params, job.batch, *variables),
-      in_shardings=(placed.params, job.batch_shardings, *([placed.variables] * len(variables))),
+      *(job.state.params, job.batch, job.state.variables),
+      in_shardings=(placed.params, job.batch_shardings, placed.variables),
       out_shardings=NamedSharding(job.mesh, PartitionSpec()),
     ).function
 
@@ -329,8 +328,7 @@ class Rollouts:
 
   def _in_text_order(self, log_p: Any, params: Any, variables: Any, batch: Batch) -> np.ndarray:
     """Returns log p of each target by whole rows, [B, T]."""
-    more = [variables] if variables else []
-    log_p_BT, places_BT = jax.device_get(log_p(params, batch, *more))
+    log_p_BT, places_BT = jax.device_get(log_p(params, batch, variables))
     found = np.zeros_like(log_p_BT)
     np.put_along_axis(found, places_BT, log_p_BT, axis=1)
     return found

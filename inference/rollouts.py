@@ -105,7 +105,7 @@ class RolloutSampler:
       probable[row].append(log_probability)
       return len(drawn[row]) < self._new and not self._ends(token)
 
-    if not self.sampler.run((params, variables), prompts, request, take, before):
+    if not self.sampler.run((params, variables or {}), prompts, request, take, before):
       return None
     wide = np.float64 if jax.config.jax_enable_x64 else np.float32
     return Answers(

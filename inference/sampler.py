@@ -289,7 +289,7 @@ class TrainedModel:
   @property
   def given(self) -> "Given":
     """Returns parameters and variables."""
-    return self.params, self.variables
+    return self.params, self.variables or {}
 
   @functools.cached_property
   def spec(self) -> TextSpec:
@@ -297,7 +297,7 @@ class TrainedModel:
     return text_spec(self.job.config)
 
 
-Given = tuple[Any, Any]  # parameters, placed as a job's, and the model's other variables, or None
+Given = tuple[Any, Any]  # parameters, placed as a job's, and the model's other variables or {}
 Take = Callable[[int, int, float], bool]  # (number of the prompt, token, log p) -> goes it on?
 Before = Callable[[int, int], bool]  # (prompts that were begun, of how many) -> go on?
 
@@ -359,7 +359,7 @@ class TokenSampler:
     flight: more can deadlock in a rendezvous.
 
     Args:
-      given: the parameters, placed as the job's, and the model's other variables, or None.
+      given: the parameters, placed as the job's, and the model's other variables.
       prompts: the token ids of each.
       request: the settings of the draws.
       take: called with each token, its prompt's number and its log-probability, prompt by prompt
@@ -384,10 +384,10 @@ class TokenSampler:
         numbers_B[[*filled]] = [numbers[own] for own in filled.values()]
         settings = {**settings, "numbers": self._put(numbers_B)}
         prefill, *inputs = self._inputs({row: prompts[own] for row, own in filled.items()})
-        out = prefill(given[0], *inputs, drawn_B1, cache, settings, *_present(given[1]))
+        out = prefill(given[0], *inputs, drawn_B1, cache, settings, given[1])
         read_B = np.where(np.isin(np.arange(self.rows), [*filled]), owners_B, -1)
       else:
-        out = self.decode(given[0], drawn_B1, ones_B, cache, settings, *_present(given[1]))
+        out = self.decode(given[0], drawn_B1, ones_B, cache, settings, given[1])
         read_B = owners_B.copy()
       drawn_B1, _, cache = out
       unread.append((read_B, *out[:2]))
@@ -509,18 +509,15 @@ class TokenSampler:
     cache, sharded = jax.eval_shape(self._empty_cache), self._sharded_cache()
     return self.job.compile(
       function,
-      *(state.params, *given, cache, self._settings(Request(())), *_present(state.variables)),
+      *(state.params, *given, cache, self._settings(Request(())), state.variables),
       activations=self.activations,
-      in_shardings=(
-        *(placed.params, *[whole] * len(given), sharded, whole),
-        *_present(placed.variables),
-      ),
+      in_shardings=(placed.params, *[whole] * len(given), sharded, whole, placed.variables),
       donate_argnums=1 + len(given),
       out_shardings=(whole, whole, sharded),
     ).function
 
   def _read(
-    self, params, tokens_BT, counts_B, cache, settings, variables=None
+    self, params, tokens_BT, counts_B, cache, settings, variables
   ) -> tuple[jax.Array, jax.Array, Any]:
     """Reads tokens into a cache and draws the next one of each row, [B, 1], with log p [B]."""
     model = self.job.program.module(params, variables)
@@ -528,7 +525,7 @@ class TokenSampler:
     return *self._draw(logits_BV, cache, settings), cache
 
   def _fill(
-    self, params, tokens_RT, counts_R, source_B, drawn_B1, cache, settings, variables=None
+    self, params, tokens_RT, counts_R, source_B, drawn_B1, cache, settings, variables
   ) -> tuple[jax.Array, jax.Array, Any]:
     """Reads R prompts, each into the rows whose source it is, as `_read`; others are unchanged.
 
@@ -570,10 +567,6 @@ class TokenSampler:
     drawn_B = draw_token(logits_BV[:, : self._choices], cache["lengths"], settings)
     of_drawn_B = token_log_probabilities(logits_BV, drawn_B, settings["temperature"])
     return drawn_B[:, None], of_drawn_B
-
-
-def _present(variables: Any) -> list[Any]:
-  return [variables] if variables else []
 
 
 class Sampler(TokenSampler):
@@ -621,7 +614,7 @@ class Sampler(TokenSampler):
     prompts = self.spec.encoded(request.prompts)
     self._check_size(request, prompts)
     texts = Texts(self.spec, [request] * len(prompts), request.prompts, write)
-    self.run((params, variables), prompts, request, texts.take)
+    self.run((params, variables or {}), prompts, request, texts.take)
     return texts.drawn()
 
   def _check_size(self, request: Request, prompts: Sequence[np.ndarray]) -> None:

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from inference.sampler import Given, doubled
 from input_pipeline.text.tokenizer import Tokenizer
 from models import MODELS, Scoring
-from models.losses import Batch
 from partitioning.rules import axes_size, resolve
 from training.setup import Job
 
@@ -78,7 +77,7 @@ class Scorer:
     All processes call it with the same continuations.
 
     Args:
-      given: the parameters, placed as the job's, and the model's other variables, or None.
+      given: the parameters, placed as the job's, and the model's other variables.
       continuations: at most `data.sequence_length` tokens of each are scored.
       before: called before each batch with its number, from 0, and their count; False stops.
     """
@@ -122,7 +121,7 @@ class Scorer:
       name: jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
       for name, array in arrays.items()
     }
-    return function(given[0], batch, *([given[1]] if given[1] else []))
+    return function(given[0], batch, given[1])
 
   def _program(self, width: int) -> tuple[Any, NamedSharding]:
     """Returns the program for rows of this width, and the sharding of its batches."""
@@ -132,12 +131,11 @@ class Scorer:
     abstract = {
       name: jax.ShapeDtypeStruct((self._rows, width), dtype) for name, dtype in _DTYPES.items()
     }
-    variables = [job.state.variables] if job.state.variables else []
     placed = job.state_shardings
     compiled = job.compile(
-      self._scores,
-      *(job.state.params, abstract, *variables),
-      in_shardings=(placed.params, sharding, *([placed.variables] if variables else [])),
+      lambda params, batch, variables: job.program.module(params, variables).row_scores(batch),
+      *(job.state.params, abstract, job.state.variables),
+      in_shardings=(placed.params, sharding, placed.variables),
       out_shardings=NamedSharding(job.mesh, PartitionSpec()),
     )
     return compiled.function, sharding
@@ -152,9 +150,6 @@ class Scorer:
       return None
     found = resolve("BT", (self._rows, width), legend, table, sizes)
     return None if found.failures else found.spec
-
-  def _scores(self, params: Any, batch: Batch, variables: Any = None) -> Any:
-    return self._job.program.module(params, variables).row_scores(batch)
 
 
 def check_model(name: str) -> None:

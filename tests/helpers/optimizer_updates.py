@@ -1,6 +1,7 @@
 """Updates of an optimizer alone, by given gradients."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -18,14 +19,18 @@ def updated(job: Job, grads: Iterable[Any]) -> tuple[Leaves, Leaves]:
   """Returns a job's parameters by name, before and after an update by each of these gradients."""
   state = first_state(job)
   params, optimizer = state.params, state.optimizer
-  before = named_leaves(jax.device_get(params))
-
-  @jax.jit
-  def update(grads, optimizer, params):
-    with jax.numpy_dtype_promotion("standard"):
-      updates, optimizer = job.program.optimizer.update(grads, optimizer, params)
-      return optimizer, optax.apply_updates(params, updates)
-
+  before, update = named_leaves(jax.device_get(params)), _compiled(job.program.optimizer)
   for given in grads:
     optimizer, params = update(given, optimizer, params)
   return before, named_leaves(jax.device_get(params))
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(made: optax.GradientTransformation) -> Callable:
+  @jax.jit
+  def update(grads, optimizer, params):
+    with jax.numpy_dtype_promotion("standard"):
+      updates, optimizer = made.update(grads, optimizer, params)
+      return optimizer, optax.apply_updates(params, updates)
+
+  return update

@@ -81,7 +81,7 @@ def test_log_likelihoods(made):
   job, params, model = made
   pairs = [("1+1:", " 2"), ("", "17"), ("0" * 50, "123")]
   rows = [pair(ByteTokenizer(), *one, begin=False, length=32) for one in pairs]
-  expected = Scorer(job)((params, None), rows)
+  expected = Scorer(job)((params, {}), rows)
   found = model.loglikelihood(requests(*pairs), disable_tqdm=True)
   assert found == [(score.log_likelihood, score.greedy) for score in expected]
   assert all(type(value) is float and type(greedy) is bool for value, greedy in found)

@@ -106,7 +106,7 @@ def test_an_answer_depends_on_its_number_and_not_on_the_order():
         return len(texts[place]) < NEW
 
       prompts = [PROMPTS[number] for number in order]
-      assert made.run((params, None), prompts, Request(()), take, numbers=order)
+      assert made.run((params, {}), prompts, Request(()), take, numbers=order)
       drawn[len(texts)] = dict(zip(order, texts, strict=True))
   assert {number: drawn[12][number] for number in drawn[5]} == drawn[5]
 

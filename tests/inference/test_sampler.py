@@ -224,7 +224,7 @@ def test_the_cache_is_sharded_like_the_model(strategy):
   counts_B = jnp.ones(made.rows, jnp.int32)
   settings, cache, drawn_B1 = made._settings(GREEDY), made.empty_cache(), counts_B[:, None]
   prefill, *inputs = made._inputs({0: np.ones(3, np.int32), 1: np.ones(5, np.int32)})
-  drawn_B1, _, cache = prefill(params, *inputs, drawn_B1, cache, settings)
+  drawn_B1, _, cache = prefill(params, *inputs, drawn_B1, cache, settings, {})
   for _ in range(2):  # after prefill and after decode
     rules.check_placed(cache, made.placements, job.mesh, "cache/")
     for name in ("keys", "values"):
@@ -234,7 +234,7 @@ def test_the_cache_is_sharded_like_the_model(strategy):
         made.placements[f"cache/{name}"], job.devices.sizes
       )
     before = cache
-    drawn_B1, _, cache = made.decode(params, drawn_B1, counts_B, cache, settings)
+    drawn_B1, _, cache = made.decode(params, drawn_B1, counts_B, cache, settings, {})
   assert all(leaf.is_deleted() for leaf in named_leaves(before).values()), "donated"
   assert bool(made.placements["cache/keys"].notes) == (strategy == "tp8")
 
@@ -292,9 +292,9 @@ def test_other_types(monkeypatch, parameters, compute):
     tokens_BT = np.zeros((made.rows, made.prompt_tokens), np.int32)
     with made.job.tracing(made.activations):
       counts_B, cache = tokens_BT[:, 0], jax.eval_shape(made._empty_cache)
-      given = params, tokens_BT, counts_B, counts_B, tokens_BT[:, :1], cache, settings
+      given = params, tokens_BT, counts_B, counts_B, tokens_BT[:, :1], cache, settings, {}
       filled = jax.eval_shape(made._fill, *given)
-      after = jax.eval_shape(made._read, params, filled[0], counts_B, filled[2], settings)
+      after = jax.eval_shape(made._read, params, filled[0], counts_B, filled[2], settings, {})
   assert after == filled
   drawn_B1, log_probabilities_B, cache = after
   assert drawn_B1.dtype == cache["lengths"].dtype == jnp.int32

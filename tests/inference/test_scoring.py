@@ -65,7 +65,7 @@ def test_scores_are_those_of_each_row_alone(name, expected):
     job = make_job(strategy, "lm", **SIZES, **overrides)
     scorer = Scorer(job)
     before = []
-    given = first_state(job).params, None
+    given = first_state(job).params, {}
     found = scorer(given, continuations(), lambda *batch: before.append(batch) is None)
   assert before == [(0, 2), (1, 2)]
   np.testing.assert_allclose(
@@ -79,7 +79,7 @@ def test_scores_are_those_of_each_row_alone(name, expected):
 def test_a_continuation_that_the_model_would_write_is_greedy():
   job = make_job("dp4_tp2", "lm", **{**SIZES, **dict.fromkeys(WIDE, "float32")})
   params = first_state(job).params
-  scorer, given, tokens = Scorer(job), (params, None), [3, 5, 7]
+  scorer, given, tokens = Scorer(job), (params, {}), [3, 5, 7]
   forward = jax.jit(lambda tokens: nnx.merge(job.program.graphdef, params)(tokens))
   for _ in range(3):
     padded = np.zeros((8, LENGTH), np.int32)

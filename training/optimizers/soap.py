@@ -70,18 +70,14 @@ class Preconditioning:
   max_precondition_dim: int
 
   def __post_init__(self):
-    """Raises ValueError for arguments that cannot be, a line each."""
-    wrong = [
-      f"optimizer.arguments: {name}={getattr(self, name)}: {allowed}"
-      for name, allowed, good in (
-        ("precondition_frequency", "at least 1", self.precondition_frequency >= 1),
-        ("shampoo_beta", "at least 0 and below 1", 0 <= self.beta < 1),
-        ("max_precondition_dim", "at least 1", self.max_precondition_dim >= 1),
-      )
-      if not good
-    ]
-    if wrong:
-      raise ValueError("\n".join(wrong))
+    """Raises ValueError for an argument that cannot be."""
+    for name, allowed, good in (
+      ("precondition_frequency", "at least 1", self.precondition_frequency >= 1),
+      ("shampoo_beta", "at least 0 and below 1", 0 <= self.beta < 1),
+      ("max_precondition_dim", "at least 1", self.max_precondition_dim >= 1),
+    ):
+      if not good:
+        raise ValueError(f"optimizer.arguments: {name}={getattr(self, name)}: {allowed}")
 
   @property
   def beta(self) -> float:

@@ -53,7 +53,7 @@ def scores(mesh):
   given = [Continuation(random.integers(1, 61, n).astype(np.uint32), n // 2) for n in (5, 9, 12)]
   with jax.enable_x64(True):
     job = prepared(mesh)
-    found = Scorer(job)((first_state(job).params, None), given)
+    found = Scorer(job)((first_state(job).params, {}), given)
   return [one.log_likelihood for one in found]
 
 

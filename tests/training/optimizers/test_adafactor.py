@@ -1,4 +1,4 @@
-"""Adafactor: optax's, and its weight decay."""
+"""Adafactor: optax's, and its weight decay; arguments of optimizers as a text has them."""
 
 import functools
 
@@ -8,6 +8,7 @@ import optax
 
 from tests.training.test_optimizer import config_of, drawn
 from training.optimizers.build import make_optimizer
+from training.optimizers.spec import parse_arguments
 from training.specs import resolve
 
 DECAY = 0.25
@@ -46,3 +47,10 @@ def test_without_decay_it_is_optax_s():
     wanted, _ = jax.jit(theirs.update)(drawn(1), begun, drawn(0))
   for name, x in wanted.items():
     np.testing.assert_allclose(updates[0][name], x, rtol=1e-5)
+
+
+def test_arguments_are_read_as_in_a_call():
+  text = "a=1e-3,b=(0.9, 0.99),c=True,d=bfloat16,e='x,y',f=None"
+  wanted = {"a": 1e-3, "b": (0.9, 0.99), "c": True, "d": "bfloat16", "e": "x,y", "f": None}
+  assert parse_arguments(text) == wanted
+  assert parse_arguments("") == {}

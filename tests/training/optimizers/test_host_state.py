@@ -87,8 +87,26 @@ def stack_of(name):
 
 
 @pytest.mark.parametrize("name", optimizers_with(lambda row: row.elementwise))
+def test_an_optimizer_that_the_config_allows_updates_each_element_by_itself(name):
+  with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    optimizer = getattr(optax, name)(0.1, **({"momentum": 0.9} if name == "sgd" else {}))
+    params, *grads = np.random.default_rng(0).standard_normal((3, 2, 3))
+
+    def updated(params, grads):
+      state, found = optimizer.init(params), []
+      for given in grads:
+        updates, state = optimizer.update(given, state, params)
+        found.append(updates)
+      return found
+
+    whole = updated(jnp.asarray(params), grads)
+    half = updated(jnp.asarray(params[:1]), [given[:1] for given in grads])
+  for ours, wanted in zip(half, whole, strict=True):
+    np.testing.assert_allclose(ours, wanted[:1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_layers_one_by_one_are_as_all_at_once(name):
-  """With each optimizer that the config allows, in float64: most others would differ."""
   with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
     optimizer = getattr(optax, name)(0.1, **({"momentum": 0.9} if name == "sgd" else {}))
     random = np.random.default_rng(0)

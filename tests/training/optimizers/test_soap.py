@@ -18,6 +18,12 @@ RATE, DECAY, B1, B2, BETA, EPS = 8e-3, 0.1, 0.8, 0.95, 0.9, 1e-8
 STEPS, FREQUENCY = 6, 2  # refreshes after steps 3 and 5; the first step makes the bases
 FLOAT64 = {"training.parameter_dtype": "float64", "training.matmul_precision": "highest"}
 CONSTANT = {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
+LARGEST = 48
+ARGUMENTS = f"precondition_frequency={FREQUENCY},shampoo_beta={BETA},max_precondition_dim={LARGEST}"
+OF_MLP = {
+  **{"optimizer.name": "adamw", "optimizer.arguments": "", "optimizer.ema_decays": (0.9,)},
+  "optimizer.groups": ({"parameters": "layers/mlp/*", "name": "soap", "arguments": ARGUMENTS},),
+}
 
 
 def job_of(arguments="", **overrides):
@@ -26,22 +32,22 @@ def job_of(arguments="", **overrides):
 
 
 @functools.cache
-def taken(arguments, noise=0.0, grouped=False):
+def wide_job(*, grouped):
+  """Returns a job in float64, all of SOAP or its feed-forward blocks alone."""
+  return job_of(ARGUMENTS, **FLOAT64, **(OF_MLP if grouped else {}))
+
+
+@functools.cache
+def taken(noise=0.0, grouped=False):
   """Returns the parameters before and after the steps, and the gradients of each, by name."""
   with jax.enable_x64(True):
-    job = job_of("" if grouped else arguments, **FLOAT64, **(of_mlp(arguments) if grouped else {}))
+    job = wide_job(grouped=grouped)
     random, (leaves, structure) = np.random.default_rng(0), jax.tree.flatten(job.state.params)
     grads = []
     for _ in range(STEPS):
       drawn = [random.standard_normal((2, *x.shape)) for x in leaves]
       grads.append(jax.tree.unflatten(structure, [g + noise * h for g, h in drawn]))
     return *updated(job, grads), [named_leaves(one) for one in grads]
-
-
-def of_mlp(arguments):
-  """Returns overrides that make SOAP the optimizer of the feed-forward blocks alone."""
-  group = {"parameters": "layers/mlp/*", "name": "soap", "arguments": arguments}
-  return {"optimizer.name": "adamw", "optimizer.groups": (group,), "optimizer.ema_decays": (0.9,)}
 
 
 def first_basis(statistic):
@@ -91,49 +97,36 @@ def new_basis(statistic, basis, step):
   return found
 
 
-ARGUMENTS = f"precondition_frequency={FREQUENCY},shampoo_beta={BETA}"
+SIDES = {"attention/query": (40, 48), "attention/out": (48, 40), "attention/key": (40, 24)}
+SIDES |= {"mlp/gate": (40, 56), "mlp/down": (56, 40)}
 
 
-@pytest.mark.parametrize("largest", [0, 48])
-def test_each_matrix_moves_as_numpy_says(largest):
-  """Of both layers; with a largest side, F = 56 has no preconditioner, and the others both."""
-  more = f",max_precondition_dim={largest}" if largest else ""
-  before, after, grads = taken(ARGUMENTS + more)
-  sides = {"attention/query": (40, 48), "attention/out": (48, 40), "attention/key": (40, 24)}
-  for name, shape in {**sides, "mlp/gate": (40, 56), "mlp/down": (56, 40)}.items():
-    rows, columns = (not largest or size <= largest for size in shape)
-    for layer in range(2):
+@pytest.mark.parametrize("grouped", [False, True])
+def test_each_matrix_moves_as_numpy_says_and_other_parameters_as_optax_s_adamw(grouped):
+  """Of both layers: F = 56 has no preconditioner, and the other sides have one.
+
+  Also where it is the optimizer of a group, with an average of the parameters around it.
+  """
+  before, after, grads = taken(grouped=grouped)
+  for name, shape in SIDES.items():
+    for layer in range(2) if name.startswith("mlp") or not grouped else ():
       x, found, *given = (
         x[f"layers/{name}/kernel"][layer].reshape(shape) for x in (before, after, *grads)
       )
-      wanted = by_hand(x, given, rows, columns)
+      wanted = by_hand(x, given, *(size <= LARGEST for size in shape))
       far = np.linalg.norm(found - wanted) / np.linalg.norm(wanted - x)
       assert far < 1e-10, (name, layer)
-
-
-def test_a_group_of_the_parameters_may_be_soap_s():
-  """With an average of the parameters around it; the others are those of AdamW."""
-  before, after, grads = taken(ARGUMENTS, grouped=True)
-  for name in ("layers/mlp/gate/kernel", "layers/mlp/down/kernel"):
-    x, found, *given = (x[name][1] for x in (before, after, *grads))
-    wanted = by_hand(x, given)
-    assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted - x) < 1e-10
-  assert_adamw_s(before, after, grads, ("layers/attention/query/kernel", "embed/table"))
+  other = "layers/attention/query/kernel" if grouped else "final_norm/scale"
+  assert_adamw_s(before, after, grads, ("embed/table", "unembed/kernel", other))
 
 
 def test_rounding_does_not_decide_where_a_matrix_goes():
   """The first gradient leaves a null space: the bases of it must not be made of noise."""
-  before, plain, _ = taken(ARGUMENTS)
-  noisy = taken(ARGUMENTS, 1e-14)[1]
+  before, plain, _ = taken()
+  noisy = taken(1e-14)[1]
   for name, x in plain.items():
     far = np.linalg.norm(noisy[name] - x) / np.linalg.norm(x - before[name])
     assert far < 1e-11, name
-
-
-def test_other_parameters_are_adamws():
-  """Of another library: optax's."""
-  before, after, grads = taken(ARGUMENTS)
-  assert_adamw_s(before, after, grads, ("embed/table", "final_norm/scale", "unembed/kernel"))
 
 
 def assert_adamw_s(before, after, grads, names):
@@ -182,23 +175,6 @@ def test_iterated_bases_become_eigenvectors_and_keep_the_order_of_their_columns(
 # ---- Its state, and what is refused ----
 
 
-def test_state_has_two_squares_for_each_side_that_is_small_enough():
-  job = job_of("max_precondition_dim=48")
-  shapes = {
-    name.partition("/inner_state/")[2]: leaf.shape
-    for name, leaf in named_leaves(job.state.optimizer).items()
-    if "/soap/" in name
-  }
-  assert shapes.pop("count") == ()
-  kernel = "layers/mlp/down/kernel"
-  found = {n.removesuffix(f"/{kernel}"): s for n, s in shapes.items() if n.endswith(kernel)}
-  square = (2, 40, 40)  # of D; F = 56 is too large
-  assert found == {
-    **{"mu": (2, 56, 40), "nu": (2, 56, 40)},
-    **{"right": square, "right_basis": square},
-  }
-
-
 def test_matrices_too_large_on_both_sides_are_adamw_s():
   state = named_leaves(job_of("max_precondition_dim=24").state.optimizer)
   soap_s = [name for name in state if "/soap/" in name and "/mu/" in name]
@@ -208,33 +184,29 @@ def test_matrices_too_large_on_both_sides_are_adamw_s():
   ]
 
 
-def test_statistics_and_bases_are_in_float32_where_parameters_are_narrower():
-  job = job_of()
+def test_state_has_two_squares_of_each_small_side_in_float32_where_parameters_are_narrower():
+  job = job_of(f"max_precondition_dim={LARGEST}")
   optimizer = job.program.optimizer
   narrow = jax.tree.map(lambda x: x.update(dtype=jnp.bfloat16), job.program.params)
   with jax.numpy_dtype_promotion("standard"):
     state = jax.eval_shape(optimizer.init, narrow)
     updates, after = jax.eval_shape(optimizer.update, narrow, state, narrow)
-  kernel = "layers/mlp/up/kernel"
-  dtypes = {n: str(x.dtype) for n, x in named_leaves(after).items() if n.endswith(kernel)}
-  found = {n.partition("/inner_state/")[2].partition("/")[0]: dtype for n, dtype in dtypes.items()}
-  squares = dict.fromkeys(("left", "right", "left_basis", "right_basis"), "float32")
-  assert found == {"mu": "bfloat16", "nu": "bfloat16", **squares}
+  kernel = "layers/mlp/down/kernel"
+  found = {
+    name.partition("/inner_state/")[2].partition("/")[0]: (x.shape, str(x.dtype))
+    for name, x in named_leaves(after).items()
+    if name.endswith(kernel)
+  }
+  square = ((2, 40, 40), "float32")  # of D; F = 56 is too large
+  moments = dict.fromkeys(("mu", "nu"), ((2, 56, 40), "bfloat16"))
+  assert found == {**moments, "right": square, "right_basis": square}
   assert named_leaves(updates)[kernel].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(
-  ("arguments", "said"),
-  [
-    ("precondition_frequency=0", "precondition_frequency=0: at least 1"),
-    ("shampoo_beta=1.0", "shampoo_beta=1.0: at least 0 and below 1"),
-    ("max_precondition_dim=0", "max_precondition_dim=0: at least 1"),
-    ("hidden=1", "hidden: it follows from the model"),
-    ("b1=0.8", "b1: set optimizer.beta_1"),
-    ("frequency=5", "frequency: soap has no such argument"),
-  ],
+  "said",
+  ["precondition_frequency=0: at least 1", "shampoo_beta=1.0: at least 0 and below 1"],
 )
-def test_wrong_arguments_are_refused(arguments, said):
-  with pytest.raises(ValueError, match="optimizer") as error:
-    job_of(arguments)
-  assert said in str(error.value)
+def test_wrong_arguments_are_refused(said):
+  with pytest.raises(ValueError, match=said):
+    job_of(said.partition(":")[0])

@@ -6,7 +6,6 @@ import zlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from runtime import collectives
@@ -40,29 +39,9 @@ def test_words_follow_from_key_name_and_index():
   np.testing.assert_array_equal(drawn().reshape(-1), wanted)
 
 
-def test_words_are_others_for_another_seed_step_or_name():
-  one = drawn()
-  for other in (drawn(seed=4), drawn(step=6), drawn(name="a/c")):
-    same_bits = np.unpackbits((~(one ^ other)).view(np.uint8)).mean()
-    assert abs(same_bits - 0.5) < 5 * 0.5 / math.sqrt(32 * one.size)
-  np.testing.assert_array_equal(one, drawn())
-
-
-def test_each_bit_is_one_half_of_the_time_and_neighbours_are_independent():
-  bits = np.unpackbits(drawn().reshape(-1, 1).view(np.uint8), axis=1).astype(float)
-  within = 5 * 0.5 / math.sqrt(len(bits))
-  assert np.abs(bits.mean(0) - 0.5).max() < within
-  for distance in (1, 40):  # along the last dim, and along the one before it
-    same = (bits[distance:] == bits[:-distance]).mean(0)
-    assert np.abs(same - 0.5).max() < within
-
-
-@pytest.mark.parametrize(
-  "spec", [(), (None, "x"), (None, None, "x"), (None, "x", "y")], ids=lambda spec: str(spec)
-)
-def test_every_mesh_draws_the_same_and_sends_nothing(spec):
+def test_every_mesh_draws_the_same_and_sends_nothing():
   mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-  sharding = NamedSharding(mesh, PartitionSpec(*spec))
+  sharding = NamedSharding(mesh, PartitionSpec(None, "x", "y"))
   draw = jax.jit(
     lambda step: rounding_words(rounding_key(3, step), "a/b", SHAPE), out_shardings=sharding
   )
@@ -73,16 +52,16 @@ def test_every_mesh_draws_the_same_and_sends_nothing(spec):
   assert collectives.collectives(compiled.as_text(), mesh) == []
 
 
-VALUES = [1.0, 1.00123, -1.00123, 3.14159265, -2.5e-3, 1e-30, 6.1e37, 0.0]
+VALUES = np.array([1.0, 1.00123, -1.00123, 3.14159265, -2.5e-3, 1e-30, 6.1e37, 0.0], np.float32)
 
 
-@pytest.mark.parametrize("value", VALUES)
-def test_over_all_words_the_mean_is_the_number_itself(value):
-  x = np.float32(value)
-  rounded = np.asarray(to_bfloat16(jnp.full(2**16, x), jnp.asarray(ALL)), np.float64)
-  assert rounded.mean() == x  # exactly: sums of so few bits are not rounded
-  assert len(np.unique(rounded)) <= 2
-  assert np.abs(rounded - x).max() <= abs(x) * 2.0**-7
+def test_over_all_words_the_mean_is_the_number_itself():
+  every = [np.broadcast_to(x, (len(VALUES), len(ALL))) for x in (VALUES[:, None], ALL)]
+  rounded = np.asarray(jax.jit(to_bfloat16)(*every), np.float64)
+  for found, x in zip(rounded, VALUES, strict=True):
+    assert found.mean() == x  # exactly: sums of so few bits are not rounded
+    assert len(np.unique(found)) <= 2
+    assert np.abs(found - x).max() <= abs(x) * 2.0**-7
 
 
 def test_rounding_is_up_where_the_word_is_above_what_is_cut_off():
@@ -93,11 +72,7 @@ def test_rounding_is_up_where_the_word_is_above_what_is_cut_off():
   wanted = (((bits >> 16) + up) << 16).astype(np.uint32).view(np.float32)
   found = np.asarray(to_bfloat16(jnp.asarray(x), jnp.asarray(drawn())), np.float32)
   np.testing.assert_array_equal(found, wanted)
-  # Of the means of many roundings of one number, by their standard deviation.
-  one = np.float32(1 + 0.3 * 2**-7)
-  count = math.prod(SHAPE)
-  mean = np.asarray(to_bfloat16(jnp.full(SHAPE, one), jnp.asarray(drawn())), np.float64).mean()
-  assert abs(mean - one) < 5 * 2**-7 * math.sqrt(0.3 * 0.7 / count)
+  np.testing.assert_array_equal(fraction(ALL), np.arange(2**16) / 2**16)
 
 
 def test_numbers_of_bfloat16_stay_and_what_is_no_number_is_not_made_one():
@@ -107,8 +82,3 @@ def test_numbers_of_bfloat16_stay_and_what_is_no_number_is_not_made_one():
     np.testing.assert_array_equal(np.asarray(found), np.asarray(x))
   nans = np.array([0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32)
   assert jnp.isnan(to_bfloat16(jnp.asarray(nans), jnp.full(3, 2**32 - 1, jnp.uint32))).all()
-
-
-def test_fractions_are_below_one():
-  found = np.asarray(fraction(jnp.asarray(ALL)))
-  np.testing.assert_array_equal(found, np.arange(2**16) / 2**16)

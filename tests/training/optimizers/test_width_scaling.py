@@ -2,9 +2,7 @@
 
 import functools
 
-import jax
 import numpy as np
-import optax
 import pytest
 
 from configs import base
@@ -13,11 +11,9 @@ from models.mup import Growth, Kind
 from partitioning.parallel.matrix_groups import Matrix
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import SMALL
-from tests.training.optimizers import test_schedule_free as schedule_free
 from tests.training.test_optimizer import CONSTANT, updates_of
 from training.optimizers import build, groups
 from training.optimizers.build import make_optimizer
-from training.optimizers.first_order import averaged, gradient_point
 from training.specs import resolve
 from training.step import make_program
 
@@ -107,30 +103,6 @@ def test_lion_has_adam_s_factors():
     np.testing.assert_allclose(found[0], wanted, rtol=1e-5, err_msg=name)
 
 
-def test_schedule_free_parameters_are_averages_at_adam_s_rates():
-  keys = {**schedule_free.KEYS, "optimizer.epsilon": 0.1, **BASE}
-  params, steps = nested("mlp", 0), [nested("mlp", 1 + i) for i in range(4)]
-  made = make_optimizer(resolve(config_of("schedule_free_adamw", **keys)).optimizer, params)
-  state, now, update = made.init(params), params, jax.jit(made.update)
-  with jax.numpy_dtype_promotion("standard"):
-    for grads in steps:
-      updates, state = update(grads, state, now)
-      now = optax.apply_updates(now, updates)
-  averages, points = named_leaves(now), named_leaves(gradient_point(now, state))
-  assert averaged(state) == {*averages}
-  for name, value in named_leaves(params).items():
-    slower = RATIO if name in HIDDEN else 1
-    rates = [schedule_free.RATE / slower] * len(steps)
-    decay = 0.0 if name.endswith("bias") else schedule_free.DECAY * slower
-    epsilon = 0.1 if name == "layer_4/bias" else 0.1 / RATIO
-    wanted = schedule_free.by_hand(
-      value, [named_leaves(grads)[name] for grads in steps], rates, decay, epsilon
-    )
-    found = averages[name], points[name]
-    for ours, theirs in zip(found, wanted, strict=True):
-      np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6, err_msg=name)
-
-
 def test_a_group_s_learning_rate_is_that_of_the_base_model():
   group = {"parameters": "layer_2/*", "learning_rate": 0.5}
   keys = {"optimizer.groups": (group,), "optimizer.weight_decay": 0.0, **LION}
@@ -175,7 +147,7 @@ def test_an_orthogonal_update_changes_activations_as_much_at_every_width(ratio):
 
 
 def test_nothing_is_scaled_at_the_base_width():
-  for name in ("adamw", "sgd", "muon"):
+  for name in ("adamw", "sgd", "muon", "schedule_free_adamw"):
     spec = resolve(config_of(name, "lm", **{"model.base_width": 40})).optimizer
     [(same, params)] = groups.parts_by_width(spec, shapes("lm"))
     assert same is spec
