@@ -54,7 +54,6 @@ _TEXT: Rows = {
     "Where tokenizer is not set, a run first trains a byte-level BPE of so many tokens on what it"
     " trains on (once per data_dir); 0: off",
     unit="tokens",
-    least=0,
     resume=MAY_CHANGE,
   ),
   "packing": Key(
@@ -81,29 +80,22 @@ _TEXT: Rows = {
 }
 
 DATA: Rows = {
-  "global_batch_size": Key(Required(int), "", unit="rows", least=1, most=2**24, resume=ACCEPT),
+  "global_batch_size": Key(Required(int), "", unit="rows", most=2**24, resume=ACCEPT),
   # On resume: dataset.* shows whether the rows are the same.
   "data_dir": Key(
-    "",
-    'folder of TFDS data sets; "": TFDS_DATA_DIR, or ~/tensorflow_datasets',
-    resume=MAY_CHANGE,
+    "", 'folder of TFDS data sets; "": TFDS_DATA_DIR, or ~/tensorflow_datasets', resume=MAY_CHANGE
   ),
   "train_split": Key("train", "TFDS syntax, such as train[:90%]"),
   "evaluation_split": Key("test", "TFDS syntax", resume=MAY_CHANGE),
   "shuffle": Key(True, "in another order each epoch"),
   "prefetch_batches": Key(
-    2,
-    "prepared ahead, in the background",
-    unit="batches",
-    least=1,
-    resume=MAY_CHANGE,
+    2, "prepared ahead, in the background", unit="batches", resume=MAY_CHANGE
   ),
   # On resume: a run that an unreadable record has stopped may resume.
   "max_bad_records": Key(
     0,
     "unreadable records of a split that get weight 0; more are refused",
     unit="records",
-    least=0,
     resume=MAY_CHANGE,
   ),
   "sequence_length": Key(0, "tokens per row (text)", unit="tokens", readers=("text",)),
@@ -136,11 +128,7 @@ DATA: Rows = {
     below=1,
   ),
   "prepare_processes": Key(
-    0,
-    "that tokenize; 0: one per core",
-    unit="processes",
-    least=0,
-    resume=MAY_CHANGE,
+    0, "that tokenize; 0: one per core", unit="processes", resume=MAY_CHANGE
   ),
   "image_feature": Key("", '"": the only one of that type', readers=("image",)),
   "label_feature": Key("", '"": the only one of that type', readers=("image",)),
@@ -166,9 +154,7 @@ DATA: Rows = {
   ),
   # On resume: always (): resolved into rows.
   "skip_batches": Key(
-    (),
-    "the same in batches of global_batch_size rows, from 0: (17, 18)",
-    resume=ACCEPT,
+    (), "the same in batches of global_batch_size rows, from 0: (17, 18)", resume=ACCEPT
   ),
   "name": Key(Required(str), ""),
 }

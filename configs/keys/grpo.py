@@ -5,24 +5,18 @@ from configs.keys.row import MAY_CHANGE, Key, Rows, shared
 # How answers are drawn.
 _ANSWERS: Rows = {
   "answers": Key(8, "to each prompt: a group, whose rewards are compared", unit="answers", least=2),
-  "new_tokens": Key(
-    0, "the most of an answer; 0: half of data.sequence_length", unit="tokens", least=0
-  ),
+  "new_tokens": Key(0, "the most of an answer; 0: half of data.sequence_length", unit="tokens"),
   "temperature": Key(
     1.0, "divides the logits, of the sampler and of the loss: they are of one policy", above=0
   ),
   "updates": Key(
-    1,
-    "optimizer steps on the same answers; a run saves and stops between answers",
-    unit="steps",
-    least=1,
+    1, "optimizer steps on the same answers; a run saves and stops between answers", unit="steps"
   ),
   "ratio_bound": Key(
     0.0,
     "The most by which log p of a drawn token may differ between sampler and trainer before the "
     "first update on it; a step beyond is refused. 0: by training.compute_dtype 1e-12 (float64), "
     "1e-3 (float32) or 0.5 (bfloat16)",
-    least=0,
     resume=MAY_CHANGE,
   ),
 }
@@ -56,20 +50,16 @@ _LOSS: Rows = {
     0.0,
     "Coefficient of the divergence from the parameters that the run has started from (with "
     "adapters, from the model without them), by the k3 estimator; 0: off",
-    least=0,
   ),
 }
 
 # Where rewards come from.
 _REWARDS: Rows = {
-  "rewards": Key(
-    "",
-    "Verifiers and functions of Python files, with weights: number,style.py*0.2",
-  ),
+  "rewards": Key("", "Verifiers and functions of Python files, with weights: number,style.py*0.2"),
   "reward_seconds": Key(10.0, "limit for the reward of an answer", unit="seconds", above=0),
   "reward_memory_mib": Key(1024, "limit for a worker process", unit="MiB", least=64),
   "reward_processes": Key(
-    0, "that compute rewards; 0: one per core", unit="processes", least=0, resume=MAY_CHANGE
+    0, "that compute rewards; 0: one per core", unit="processes", resume=MAY_CHANGE
   ),
 }
 

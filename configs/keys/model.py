@@ -14,24 +14,23 @@ _DEPTH: Rows = {
     "One dial: layers = depth, model_size = 64 x depth, and what follows from these: "
     "feedforward_size, heads, kv_heads and optimizer.learning_rate, each unless it is set. 0: off",
     unit="layers",
-    least=0,
     most=MOST_LAYERS,
     resume=MAY_CHANGE,
-  ),
+  )
 }
 
 # Of mixtures of experts.
 _EXPERTS: Rows = {
   "experts_per_token": Key(2, "top-k", unit="experts"),
   "shared_feedforward_size": Key(
-    0, "width of the shared experts together; 0: there are none", unit="dims", least=0
+    0, "width of the shared experts together; 0: there are none", unit="dims"
   ),
   "shared_gate": Key(
     False,
     "the shared experts' outputs are multiplied by a sigmoid for each token (Qwen)",
     needs="model.shared_feedforward_size",
   ),
-  "dense_layers": Key(0, "the first layers, which have no experts", unit="layers", least=0),
+  "dense_layers": Key(0, "the first layers, which have no experts", unit="layers"),
   "sparse_every": Key(1, "of the layers after those each so many-th has experts", unit="layers"),
   "mlp_only_layers": Key((), "further layers without experts, by their numbers from 0 on: (3, 5)"),
   "router_scores": Key(
@@ -58,7 +57,7 @@ _EXPERTS: Rows = {
   ),
   "expert_biases": Key(False, "of an expert's gate, up and down (gpt-oss)"),
   "gate_limit": Key(
-    0.0, "largest gate, and largest magnitude of up, in experts (gpt-oss); 0: none", least=0
+    0.0, "largest gate, and largest magnitude of up, in experts (gpt-oss); 0: none"
   ),
   "up_offset": Key(0.0, "added to up in experts (gpt-oss)", finite=True),
   # On resume: the same sums in another order, as with another mesh.
@@ -79,16 +78,15 @@ _EXPERTS: Rows = {
 # Of mixers with a state; 0: what follows from other keys.
 WITH_STATES = ("gated_delta", "kimi_delta", "mamba2", "lightning")
 MIXER: Rows = {
-  "mixer_heads": Key(0, "heads of values; 0: heads", unit="heads", least=0, most=MOST_HEADS),
+  "mixer_heads": Key(0, "heads of values; 0: heads", unit="heads", most=MOST_HEADS),
   "mixer_key_heads": Key(
     0,
     "heads of queries and keys, each of which serves as many heads of values; 0: mixer_heads",
     unit="heads",
-    least=0,
     most=MOST_HEADS,
   ),
-  "mixer_head_size": Key(0, "of queries and keys; 0: head_size", unit="dims", least=0),
-  "mixer_value_head_size": Key(0, "of values; 0: mixer_head_size", unit="dims", least=0),
+  "mixer_head_size": Key(0, "of queries and keys; 0: head_size", unit="dims"),
+  "mixer_value_head_size": Key(0, "of values; 0: mixer_head_size", unit="dims"),
 }
 
 DECODER: Rows = {
@@ -102,7 +100,6 @@ DECODER: Rows = {
     "muP: the width at which learning rates were tuned; the other widths of that model are "
     "smaller in proportion. 0: off",
     unit="dims",
-    least=0,
     excludes={
       "model.attention=latent": "muP has no rule for the sizes of latent vectors",
       "lora.rank": "muP has no rule for adapters, whose rank is no width",
@@ -116,21 +113,12 @@ DECODER: Rows = {
     choices=("grouped_query", "latent"),
     registry="attention",
   ),
-  "latent_size": Key(
-    0, "of latent attention: numbers of that vector", unit="dims", least=0, needs=LATENT
-  ),
+  "latent_size": Key(0, "of latent attention: numbers of that vector", unit="dims", needs=LATENT),
   "query_latent_size": Key(
-    0,
-    "of a latent vector of the queries; 0: they have none",
-    unit="dims",
-    least=0,
-    needs=LATENT,
+    0, "of a latent vector of the queries; 0: they have none", unit="dims", needs=LATENT
   ),
   "latent_norm_epsilon": Key(
-    1e-06,
-    "of the norms of latent vectors; the others have norm_epsilon",
-    above=0,
-    needs=LATENT,
+    1e-06, "of the norms of latent vectors; the others have norm_epsilon", above=0, needs=LATENT
   ),
   "value_head_size": Key(Unset(int), "of latent attention; head_size", unit="dims"),
   "heads": Key(8, "query heads", unit="heads", most=MOST_HEADS),
@@ -140,9 +128,7 @@ DECODER: Rows = {
   "head_size": Key(Unset(int), "model_size / heads", unit="dims"),
   "vocabulary_size": Key(Unset(int), "as the tokenizer's; 256: bytes", unit="tokens", most=2**30),
   "vocabulary_multiple": Key(
-    128,
-    "the vocabulary is padded to a multiple of this, on every mesh",
-    unit="tokens",
+    128, "the vocabulary is padded to a multiple of this, on every mesh", unit="tokens"
   ),
   "positions": Key(
     "rotary", "rotary (RoPE) or learned", choices=("rotary", "learned"), registry="positions"
@@ -154,7 +140,6 @@ DECODER: Rows = {
     "Dims of a head that are rotated, the first ones; 0: all. Of latent attention the last ones "
     "of queries, and of a key that all heads share",
     unit="dims",
-    least=0,
     needs=ROTARY,
   ),
   "rotary_pairs": Key(
@@ -171,18 +156,13 @@ DECODER: Rows = {
     needs=ROTARY,
   ),
   "local_rotary_base": Key(
-    0.0,
-    "theta of sliding-window layers; 0: rotary_base with rotary_scaling",
-    least=0,
+    0.0, "theta of sliding-window layers; 0: rotary_base with rotary_scaling"
   ),
   "local_rotary_scaling": Key(
     (), "of local_rotary_base, as rotary_scaling", needs="model.local_rotary_base"
   ),
   "window": Key(
-    0,
-    "sliding-window attention: tokens that a token attends to; 0: all",
-    unit="tokens",
-    least=0,
+    0, "sliding-window attention: tokens that a token attends to; 0: all", unit="tokens"
   ),
   "window_chunks": Key(
     False,
@@ -191,10 +171,7 @@ DECODER: Rows = {
     excludes={LATENT: "its keys are masked by windows that slide"},
   ),
   "global_every": Key(
-    0,
-    "every n-th layer has full attention in spite of the window; 0: none",
-    unit="layers",
-    least=0,
+    0, "every n-th layer has full attention in spite of the window; 0: none", unit="layers"
   ),
   "layer_types": Key(
     (),
@@ -233,7 +210,6 @@ DECODER: Rows = {
     "Layers behind the last that predict further tokens, in training alone, with the weight "
     "training.mtp_weight (multi-token prediction, DeepSeek-V3)",
     unit="layers",
-    least=0,
     needs=ROTARY,
     excludes={
       "model.base_width": "muP has no rule for layers that predict further tokens",
@@ -265,7 +241,6 @@ DECODER: Rows = {
   "clip_qkv": Key(
     0.0,
     "Largest magnitude of queries, keys and values, after their norms (OLMoE); 0: any",
-    least=0,
     needs=GROUPED_QUERY,
   ),
   "biases": Key(
@@ -298,7 +273,6 @@ DECODER: Rows = {
     0,
     "Mixture of experts: routed experts of a sparse layer, in place of its MLP; 0: all are dense",
     unit="experts",
-    least=0,
     most=MOST_HEADS,
   ),
   "expert_feedforward_size": Key(Unset(int), "of an expert; feedforward_size", unit="dims"),
@@ -309,9 +283,7 @@ DECODER: Rows = {
     above=0,
   ),
   "attention_scale_by_inverse_layer": Key(
-    False,
-    "Scores of the n-th layer, counted from 1, are divided by n (GPT-2)",
-    needs=GROUPED_QUERY,
+    False, "Scores of the n-th layer, counted from 1, are divided by n (GPT-2)", needs=GROUPED_QUERY
   ),
   "attention_temperature": Key(
     (),
@@ -319,11 +291,9 @@ DECODER: Rows = {
     "1 + strength ln(1 + floor(position / length)), positions counted from 0 or, of the unrotated, "
     '1: ("all", 0.1, 16384) (Ministral 3), ("unrotated", 0.1, 8192) (Llama 4); (): 1',
   ),
-  "attention_soft_cap": Key(0.0, "soft-capping of the scaled scores; 0: off", least=0),
+  "attention_soft_cap": Key(0.0, "soft-capping of the scaled scores; 0: off"),
   "attention_sinks": Key(
-    False,
-    "a learned score per head in the softmax, without a value (gpt-oss)",
-    needs=GROUPED_QUERY,
+    False, "a learned score per head in the softmax, without a value (gpt-oss)", needs=GROUPED_QUERY
   ),
   "attention_gate": Key(
     False,
@@ -331,7 +301,7 @@ DECODER: Rows = {
     needs=GROUPED_QUERY,
     excludes={"model.base_width": "muP has no rule for gates of attention"},
   ),
-  "logits_soft_cap": Key(0.0, "soft-capping of the logits; 0: off", least=0),
+  "logits_soft_cap": Key(0.0, "soft-capping of the logits; 0: off"),
   "scaled_embeddings": Key(False, "multiply embeddings by model_size**0.5 (base_width**0.5)"),
   "embedding_multiplier": Key(1.0, "factor of the embeddings (Granite)", above=0),
   "residual_multiplier": Key(
@@ -341,7 +311,6 @@ DECODER: Rows = {
     0.0,
     "attention and MLP add to so many times their normalized input (MiniMax-01); 0: to the "
     "residual",
-    least=0,
     needs="model.pre_norms=True",
   ),
   "multipliers": Key(
@@ -354,9 +323,7 @@ DECODER: Rows = {
     },
   ),
   "logits_divisor": Key(
-    1.0,
-    "divides the logits, before their soft cap (Granite's logits_scaling)",
-    above=0,
+    1.0, "divides the logits, before their soft cap (Granite's logits_scaling)", above=0
   ),
   # On resume: a schedule over mesh.context, which may change as well.
   "context_attention": Key(
@@ -367,11 +334,9 @@ DECODER: Rows = {
     resume=MAY_CHANGE,
   ),
   "embedding_standard_deviation": Key(
-    Unset(float),
-    "1; tied: model_size**-0.5, or with base_width base_width**-0.5",
-    least=0,
+    Unset(float), "1; tied: model_size**-0.5, or with base_width base_width**-0.5"
   ),
-  "dropout_rate": Key(0.0, "of the outputs of attention and MLP", least=0, below=1, resume=ACCEPT),
+  "dropout_rate": Key(0.0, "of the outputs of attention and MLP", below=1, resume=ACCEPT),
   "tied_embeddings": Key(False, "compute the logits with the embedding table"),
   "separate_documents": Key(
     Unset(bool),
@@ -385,14 +350,9 @@ MLP: Rows = {
   "input_size": Key(Unset(int), "values per image", unit="values"),
   "model_size": Key(128, "width of the residual stream", unit="dims"),
   "feedforward_size": Key(Unset(int), "as model_size", unit="dims"),
-  "base_width": Key(
-    0,
-    "muP: the width at which learning rates were tuned; 0: off",
-    unit="dims",
-    least=0,
-  ),
+  "base_width": Key(0, "muP: the width at which learning rates were tuned; 0: off", unit="dims"),
   "output_size": Key(Unset(int), "classes", unit="classes"),
-  "bias_standard_deviation": Key(0.0, "of initial biases", least=0),
+  "bias_standard_deviation": Key(0.0, "of initial biases"),
 }
 
 VIT: Rows = {
@@ -407,6 +367,6 @@ VIT: Rows = {
   "feedforward_size": Key(256, "hidden width of the MLP", unit="dims"),
   "heads": Key(4, "query heads", unit="heads"),
   "norm_epsilon": Key(1e-06, "added to the variance", above=0),
-  "dropout_rate": Key(0.2, "of the outputs of attention and MLP", least=0, below=1, resume=ACCEPT),
+  "dropout_rate": Key(0.2, "of the outputs of attention and MLP", below=1, resume=ACCEPT),
   "output_size": Key(Unset(int), "classes", unit="classes"),
 }

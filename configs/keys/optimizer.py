@@ -37,7 +37,6 @@ OPTIMIZER: Rows = {
     0.001,
     "Peak learning rate; AdamW's is 8e-3 for lm, 2e-3 for mlp, 3e-4 for presets, and other "
     "optimizers follow (docs/optimizers.md); mlp_tutorial: 1e-5",
-    least=0,
   ),
   "schedule": Key(
     "cosine",
@@ -46,36 +45,20 @@ OPTIMIZER: Rows = {
     choices=("cosine", "linear", "constant", "wsd", "inverse_sqrt"),
   ),
   "final_fraction": Key(
-    Unset(float),
-    "Learning rate at the end over the peak; cosine: 0.1, linear and wsd: 0",
+    Unset(float), "Learning rate at the end over the peak; cosine: 0.1, linear and wsd: 0"
   ),
   # On resume: by default the run's own: training.restore.adopt_schedule.
   "warmup_steps": Key(Unset(int), "linear warm-up; by default steps / 20", unit="steps", least=0),
   # On resume: they become steps.
   "warmup_tokens": Key(
-    0,
-    "instead of warmup_steps; 0: warmup_steps",
-    unit="tokens",
-    least=0,
-    most=MOST_STEP,
-    resume=MAY_CHANGE,
+    0, "instead of warmup_steps; 0: warmup_steps", unit="tokens", most=MOST_STEP, resume=MAY_CHANGE
   ),
   # On resume: resumes where neither decay has begun: training.checkpointing.resume_policy.
   "decay_steps": Key(
-    Unset(int),
-    "of wsd, at the end; by default steps / 5",
-    unit="steps",
-    least=0,
-    needs=WSD,
-    off=0,
+    Unset(int), "of wsd, at the end; by default steps / 5", unit="steps", least=0, needs=WSD, off=0
   ),
   "decay_tokens": Key(
-    0,
-    "instead of decay_steps; 0: decay_steps",
-    unit="tokens",
-    least=0,
-    most=MOST_STEP,
-    resume=MAY_CHANGE,
+    0, "instead of decay_steps; 0: decay_steps", unit="tokens", most=MOST_STEP, resume=MAY_CHANGE
   ),
   "decay": Key("linear", "of wsd: linear or 1-sqrt", choices=("linear", "1-sqrt"), needs=WSD),
   "schedule_on_resume": Key(
@@ -91,29 +74,14 @@ OPTIMIZER: Rows = {
     "Filled in where a run resumes: (step, training.steps up to there, how the schedule continued)",
     resume=MAY_CHANGE,
   ),
-  "beta_1": Key(
-    0.9,
-    "decay of AdamW's first moment",
-    least=0,
-    below=1,
-    readers=("optimizer",),
-    off=None,
-  ),
-  "beta_2": Key(
-    0.95,
-    "decay of AdamW's second moment",
-    least=0,
-    below=1,
-    readers=("optimizer",),
-    off=None,
-  ),
-  "epsilon": Key(1e-08, "AdamW only", least=0, readers=("optimizer",), off=None),
+  "beta_1": Key(0.9, "decay of AdamW's first moment", below=1, readers=("optimizer",), off=None),
+  "beta_2": Key(0.95, "decay of AdamW's second moment", below=1, readers=("optimizer",), off=None),
+  "epsilon": Key(1e-08, "AdamW only", readers=("optimizer",), off=None),
   "momentum": Key(0.0, "SGD only", readers=("optimizer",)),
   "weight_decay": Key(
     0.1,
     "Applied to kernels and embeddings, not to scales and biases; AdamW's is 0.1, for mlp 0.05, "
     "and other optimizers follow",
-    least=0,
     readers=("optimizer",),
     off=0.0,
   ),
@@ -140,7 +108,6 @@ OPTIMIZER: Rows = {
     "DiLoCo: the mesh_dcn.data groups train on their own, and after so many steps an outer "
     "optimizer moves the parameters by the mean of their changes; 0: off",
     unit="steps",
-    least=0,
     excludes={
       "training.elastic": "a group that is missing takes its parameters with it",
       "training.check_memory": "it follows one copy of the parameters",
@@ -156,9 +123,9 @@ OPTIMIZER: Rows = {
   "outer_learning_rate": Key(0.7, "of the outer optimizer", above=0, needs=OUTER),
   # On resume: without it there is no such state.
   "outer_momentum": Key(
-    0.9, "of the outer optimizer, Nesterov's", least=0, below=1, resume=REFUSED, needs=OUTER
+    0.9, "of the outer optimizer, Nesterov's", below=1, resume=REFUSED, needs=OUTER
   ),
-  "clip_norm": Key(1.0, "of the global gradient norm; 0: off", least=0),
+  "clip_norm": Key(1.0, "of the global gradient norm; 0: off"),
   "clip_groups": Key(
     False, "each of groups by the norm of its own gradients", needs="optimizer.groups"
   ),
@@ -166,7 +133,6 @@ OPTIMIZER: Rows = {
   "clip_quantile": Key(
     0.0,
     "Instead of clip_norm: clip to this quantile of the last clip_window norms; 0: off",
-    least=0,
     below=1,
   ),
   "clip_window": Key(

@@ -40,11 +40,11 @@ class Key:
     default: its value, `Unset` or `Required`.
     meaning: for help and docs/configuration.md.
     unit: of a number.
-    least: the smallest number that it may be.
+    least: the smallest number that it may be, unless it has `above`; see `smallest`.
     above: a number that it has to be above.
     below: a number that it has to be below.
     most: the largest whole number that it may be.
-    finite: it may be any number but inf and nan; so may one that has `least` or `above`.
+    finite: it may be any number but inf and nan.
     choices: the words that it may be, of the project's.
     registry: what a config file may register further words as (`runtime.extensions.Table`).
     usual: words that it often is; others are possible.
@@ -94,6 +94,18 @@ class Key:
     """Returns its value where nobody reads it."""
     return self.default if self.off is DEFAULT else self.off
 
+  @property
+  def smallest(self) -> float | None:
+    """Returns the smallest number that it may be: 1 of a whole one whose default is not 0, else 0.
+
+    None where it has no such bound.
+    """
+    if self.least is not None or self.above is not None or self.finite:
+      return self.least
+    default = self.default
+    kind = default.kind if isinstance(default, Unset | Required) else type(default)
+    return int(kind is int and default != 0) if kind in (int, float) else None
+
   def range_errors(self, value: Any) -> Iterator[str]:
     """Yields what range a number is outside of; nothing for a value that is unset."""
     if value is None:
@@ -102,7 +114,7 @@ class Key:
       yield f"at most {self.most:,}"
       return
     bounds = (
-      ("at least", self.least, operator.ge),
+      ("at least", self.smallest, operator.ge),
       ("above", self.above, operator.gt),
       ("below", self.below, operator.lt),
     )

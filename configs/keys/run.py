@@ -4,12 +4,10 @@ from configs.keys.row import ACCEPT, MAY_CHANGE, REFUSED, Key, Required, Rows, U
 from runtime.forms import MOST_STEP
 
 GENERAL: Rows = {
-  "seed": Key(0, "of parameters, data order and dropout", least=0, most=2**32 - 1, resume=REFUSED),
+  "seed": Key(0, "of parameters, data order and dropout", most=2**32 - 1, resume=REFUSED),
   # On resume: the recipe's name; what it sets is compared key by key.
   "argument": Key(
-    Required(str),
-    "the recipe, as given; part of the default workdir",
-    resume=MAY_CHANGE,
+    Required(str), "the recipe, as given; part of the default workdir", resume=MAY_CHANGE
   ),
   # On resume: may allow less precision; those of the device are not in it.
   "compiler_options": Key(
@@ -19,26 +17,22 @@ GENERAL: Rows = {
   ),
   "compilation_cache_dir": Key("~/.cache/meshwright/compilation", '"": off', resume=MAY_CHANGE),
   "memory_limit_gib": Key(
-    Unset(float),
-    "per device (CPU: all); unset: detected",
-    unit="GiB",
-    resume=MAY_CHANGE,
+    Unset(float), "per device (CPU: all); unset: detected", unit="GiB", resume=MAY_CHANGE
   ),
   "task": Key(Required(str), "what is learned; the recipe fixes it", resume=REFUSED),
 }
 
-MESH: Rows = {
+_AXES: Rows = {
   "data": Key(1, "splits the batch; -1 on one axis: all remaining devices", unit="devices"),
   "fsdp": Key(1, "splits the batch, and parameters and optimizer state", unit="devices"),
   "stage": Key(1, "pipeline stages: splits the layers (docs/strategies.md)", unit="devices"),
   "expert": Key(1, "splits the experts, and elsewhere the batch (docs/experts.md)", unit="devices"),
   "context": Key(1, "splits the sequence", unit="devices"),
   "tensor": Key(
-    1,
-    "splits attention heads, the MLP's hidden dim and the vocabulary",
-    unit="devices",
+    1, "splits attention heads, the MLP's hidden dim and the vocabulary", unit="devices"
   ),
 }
+MESH: Rows = shared(_AXES, least=-1)
 
 MESH_DCN: Rows = {
   "data": Key(1, "copies of the mesh, each on its slices, that split the batch", unit="slices"),
@@ -88,7 +82,7 @@ _ADAPTERS: Rows = {
     'Linear layers that get an adapter, by name or pattern: ("query", "value"), ("layers/mlp/*",)',
   ),
   "rs": Key(False, "rsLoRA: scaled by alpha / rank**0.5", resume=ACCEPT),
-  "dropout": Key(0.0, "dropout of the adapters' inputs", least=0, below=1, resume=ACCEPT),
+  "dropout": Key(0.0, "dropout of the adapters' inputs", below=1, resume=ACCEPT),
 }
 
 LORA: Rows = {
@@ -96,7 +90,6 @@ LORA: Rows = {
     0,
     "rank of the adapters; 0: off",
     unit="dims",
-    least=0,
     readers=("decoder",),
     excludes={
       "model.attention=latent": "its projections have no adapters; training.trainable chooses what "
@@ -113,9 +106,7 @@ _OF_TEACHER: Rows = {
     "The teacher's model, as (key, value) of its section `model`: read from its folder",
     resume=MAY_CHANGE,
   ),
-  "weight": Key(
-    0.5, "w: the loss is (1 - w) data + w temperature**2 divergence", least=0, resume=ACCEPT
-  ),
+  "weight": Key(0.5, "w: the loss is (1 - w) data + w temperature**2 divergence", resume=ACCEPT),
   "temperature": Key(1.0, "divides the logits of both", above=0, resume=ACCEPT),
   "divergence": Key(
     "forward",
@@ -146,16 +137,12 @@ DISTILLATION: Rows = {
 
 EVALUATION: Rows = {
   "every_steps": Key(
-    0,
-    "periodic evaluation, besides the final one; 0: off",
-    unit="steps",
-    least=0,
+    0, "periodic evaluation, besides the final one; 0: off", unit="steps", least=0
   ),
   "steps": Key(
     0,
     "of a periodic evaluation, drawn at random, the same rows each time; 0: the whole split",
     unit="batches",
-    least=0,
   ),
   "final_steps": Key(
     Unset(int),
@@ -169,7 +156,6 @@ EVALUATION: Rows = {
     0.0,
     "evaluate, sample and export read the average with this decay, of optimizer.ema_decays; 0: "
     "the parameters themselves",
-    least=0,
   ),
   "metrics": Key(
     (),
@@ -187,45 +173,36 @@ EVALUATION: Rows = {
     "Tokens sampled at the end of training, and with metrics.report at each evaluation; 0: off. "
     "With data=conversations, preferences or prompts 120",
     unit="tokens",
-    least=0,
     readers=("text", "tokens"),
   ),
 }
 
 METRICS: Rows = {
-  "every_steps": Key(10, "", unit="steps", least=1),
+  "every_steps": Key(10, "", unit="steps"),
   "tensorboard": Key(True, ""),
   "report": Key(
     True,
     "Write WORKDIR/run.html at each evaluation and at the end, with samples of a language model",
   ),
   "sinks": Key(
-    (),
-    "Where else metrics go: csv, wandb, mlflow, trackio, aim, and what a file has registered",
+    (), "Where else metrics go: csv, wandb, mlflow, trackio, aim, and what a file has registered"
   ),
   "project": Key("meshwright", "under which wandb, mlflow, trackio and aim compare runs"),
   "run_name": Key("", 'in wandb, mlflow, trackio and aim; "": the workdir\'s name'),
   "sinks_python": Key(
-    "",
-    'The Python of another environment, which has their packages; "": this one',
+    "", 'The Python of another environment, which has their packages; "": this one'
   ),
   "sink_wait_seconds": Key(
     30.0,
     "At the end, for them to deliver the last lines; 5 where the run is asked to stop",
     unit="seconds",
-    least=0,
   ),
 }
 
 CHECKPOINT: Rows = {
   "every_steps": Key(50, "and at the end; 0: only at the end", unit="steps", least=0),
-  "keep": Key(2, "number of newest steps that are kept", unit="checkpoints", least=1),
-  "keep_every_steps": Key(
-    0,
-    "also keep steps that are a multiple of this; 0: off",
-    unit="steps",
-    least=0,
-  ),
+  "keep": Key(2, "number of newest steps that are kept", unit="checkpoints"),
+  "keep_every_steps": Key(0, "also keep steps that are a multiple of this; 0: off", unit="steps"),
   "keep_best": Key("", "also keep the best step by a metric, such as eval_loss"),
   "initialize_from": Key(
     "",
@@ -237,7 +214,6 @@ CHECKPOINT: Rows = {
     "each process also keeps its part of the state in the memory of its host, and a peer a copy of "
     "what no other host has; 0: off",
     unit="steps",
-    least=0,
   ),
   "local_dir": Key(
     "",
@@ -252,40 +228,22 @@ CHECKPOINT: Rows = {
 }
 
 PROFILE: Rows = {
-  "start_step": Key(0, "traced to WORKDIR/profile", unit="steps", least=0),
-  "steps": Key(0, "traced to WORKDIR/profile", unit="steps", least=0),
+  "start_step": Key(0, "traced to WORKDIR/profile", unit="steps"),
+  "steps": Key(0, "traced to WORKDIR/profile", unit="steps"),
 }
 
 PROCESSES: Rows = {
   "start_timeout_seconds": Key(
-    300,
-    "for all processes to arrive, and for a first step",
-    unit="seconds",
-    least=1,
+    300, "for all processes to arrive, and for a first step", unit="seconds"
   ),
   "heartbeat_seconds": Key(
-    100,
-    "a process without a heartbeat for this long counts as dead",
-    unit="seconds",
-    least=5,
+    100, "a process without a heartbeat for this long counts as dead", unit="seconds", least=5
   ),
   "deadline_seconds": Key(
-    0,
-    "limit for a step, below heartbeat_seconds; 0: learned from the run",
-    unit="seconds",
-    least=0,
+    0, "limit for a step, below heartbeat_seconds; 0: learned from the run", unit="seconds"
   ),
-  "input_timeout_seconds": Key(
-    1800,
-    "limit for a batch, of a run of one process",
-    unit="seconds",
-    least=1,
-  ),
-  "slow_ratio": Key(
-    2.0,
-    "a process this many times slower than the others is named; 0: off",
-    least=0,
-  ),
+  "input_timeout_seconds": Key(1800, "limit for a batch, of a run of one process", unit="seconds"),
+  "slow_ratio": Key(2.0, "a process this many times slower than the others is named; 0: off"),
   "lease_seconds": Key(
     30.0,
     "without a heartbeat for this long another run may take the workdir",
@@ -293,43 +251,25 @@ PROCESSES: Rows = {
     least=1,
   ),
   "owner_wait_seconds": Key(
-    30.0,
-    "how long a start waits for a live owner of the workdir",
-    unit="seconds",
-    least=0,
+    30.0, "how long a start waits for a live owner of the workdir", unit="seconds"
   ),
 }
 
 PLANNING: Rows = {
   "constants": Key("", 'override assumed speeds: "matmul=0.7,v5p.hbm_bytes=95e9"'),
-  "price_per_chip_hour": Key(
-    0.0,
-    "in any currency; 0: unknown",
-    unit="currency per chip and hour",
-    least=0,
-  ),
-  "token_budget": Key(
-    0.0,
-    "tokens to train on; 0: those of training.steps",
-    unit="tokens",
-    least=0,
-  ),
+  "price_per_chip_hour": Key(0.0, "in any currency; 0: unknown", unit="currency per chip and hour"),
+  "token_budget": Key(0.0, "tokens to train on; 0: those of training.steps", unit="tokens"),
   "restart_seconds": Key(
-    600.0,
-    "of plan --nodes: from a failure to the next step of the run",
-    unit="seconds",
-    least=0,
+    600.0, "of plan --nodes: from a failure to the next step of the run", unit="seconds"
   ),
   "save_seconds": Key(
     1.0,
     "of plan --nodes: that a save blocks training, beside copying the state to the host",
     unit="seconds",
-    least=0,
   ),
   "memory_covers": Key(
     0.9,
     "of plan --nodes: share of failures after which checkpoints in memory are whole",
-    least=0,
     below=1.000001,
   ),
   "storage_bandwidth": Key(

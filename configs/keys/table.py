@@ -48,7 +48,7 @@ RECIPES: dict[str, dict[str, Key]] = {
     "optimizer.learning_rate": Key(Unset(float), "1e-5; of adapters 2e-4"),
   },
   "mlp_tutorial": {
-    "model.model_size": Key(Unset(int), "W: 8192 on an accelerator, 512 on a CPU", unit="dims"),
+    "model.model_size": Key(Unset(int), "W: 8192 on an accelerator, 512 on a CPU", unit="dims")
   },
 }
 # `model.NAME` -> the row of a decoder's key that a config file has added, for a part of its own.

@@ -23,7 +23,6 @@ _STAGES: Rows = {
     "microbatches of a pipeline per accumulation step. By default the most that divide the rows, "
     "up to 4 * mesh.stage",
     unit="microbatches",
-    least=1,
     off=1,
   ),
   "pipeline_ends": Key(
@@ -61,7 +60,7 @@ _FURTHER: Rows = {
     "weight in the loss of the mean over the layers of model.mtp_layers",
     above=0,
     needs="model.mtp_layers",
-  ),
+  )
 }
 
 _BAD_STEPS: Rows = {
@@ -70,7 +69,6 @@ _BAD_STEPS: Rows = {
     "Treat a loss spike as a bad step, like a loss that is not finite: this many standard "
     "deviations above the mean of the last bad_step_window losses; 0: off",
     unit="standard deviations",
-    least=0,
   ),
   "bad_step_window": Key(100, "steps whose losses a spike is compared with", unit="steps", least=2),
   "on_bad_step": Key(
@@ -79,7 +77,7 @@ _BAD_STEPS: Rows = {
     choices=("stop", "roll_back"),
   ),
   "bad_step_skips": Key(
-    1, "batches that a rollback skips, the last of them the bad step's", unit="batches", least=1
+    1, "batches that a rollback skips, the last of them the bad step's", unit="batches"
   ),
 }
 
@@ -91,11 +89,10 @@ TRAINING: Rows = {
     0,
     "instead of steps: as many as have these tokens; 0: steps",
     unit="tokens",
-    least=0,
     most=MOST_STEP,
     resume=MAY_CHANGE,
   ),
-  "gradient_accumulation_steps": Key(1, "microbatches per step", unit="microbatches", least=1),
+  "gradient_accumulation_steps": Key(1, "microbatches per step", unit="microbatches"),
   **shared(_STAGES, needs="mesh.stage", resume=MAY_CHANGE),
   "pipeline_chunks": Key(
     2,
@@ -155,9 +152,7 @@ TRAINING: Rows = {
     usual=("bfloat16", "float32", "float64"),
   ),
   "matmul_precision": Key(
-    Unset(str),
-    "default, high or highest",
-    choices=("default", "high", "highest"),
+    Unset(str), "default, high or highest", choices=("default", "high", "highest")
   ),
   "matmul_dtype": Key(
     "compute",
@@ -193,7 +188,6 @@ TRAINING: Rows = {
     "Layers in one iteration of the scan over layers: transfers overlap with more work, and more "
     "is in memory. By default what docs/performance.md says.",
     unit="layers",
-    least=1,
     resume=MAY_CHANGE,
     readers=("layers",),
     off=1,
@@ -219,12 +213,11 @@ TRAINING: Rows = {
     off="tiles",
   ),
   **_FURTHER,
-  **shared(_EXPERT_LOSSES, least=0, excludes=_OF_ANSWERS),
+  **shared(_EXPERT_LOSSES, excludes=_OF_ANSWERS),
   "z_loss": Key(
     0.0,
     "Coefficient of the squared logarithm of the softmax's normalizer, added to each token's "
     "loss; 0: off",
-    least=0,
     readers=("text", "plain", "logits"),
   ),
   "dpo_beta": Key(
@@ -234,11 +227,7 @@ TRAINING: Rows = {
     readers=("dpo",),
   ),
   "dpo_label_smoothing": Key(
-    0.0,
-    "the assumed share of pairs that are the wrong way around",
-    least=0,
-    below=0.5,
-    readers=("dpo",),
+    0.0, "the assumed share of pairs that are the wrong way around", below=0.5, readers=("dpo",)
   ),
   # On resume: by default it follows the mesh.
   "loss_chunks": Key(
@@ -246,7 +235,6 @@ TRAINING: Rows = {
     "Chunked cross-entropy: logits of one part of the vocabulary at a time. As many chunks as "
     "keep those of a device under 256 MiB, on GPUs under 4 GiB",
     unit="chunks",
-    least=1,
     resume=MAY_CHANGE,
     readers=("logits",),
     off=1,
@@ -259,15 +247,12 @@ TRAINING: Rows = {
     readers=("decoder", "tokens", "plain"),
   ),
   "callbacks": Key(
-    (),
-    'registered functions that are called every n steps: ("norms",)',
-    resume=MAY_CHANGE,
+    (), 'registered functions that are called every n steps: ("norms",)', resume=MAY_CHANGE
   ),
   "max_rollbacks": Key(
     3,
     "rollbacks of a run, over all its starts; the next bad step stops it",
     unit="rollbacks",
-    least=1,
     resume=MAY_CHANGE,
   ),
   "recompute_every_steps": Key(
@@ -275,7 +260,6 @@ TRAINING: Rows = {
     "Compute every so many steps twice, the second time on other devices, and stop where the bits "
     "differ; takes a second state's memory; 0: off.",
     unit="steps",
-    least=0,
     resume=MAY_CHANGE,
   ),
   "check_memory": Key(

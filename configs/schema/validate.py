@@ -76,13 +76,13 @@ def choices_of(config: ConfigDict) -> dict[str, tuple[str, ...]]:
 def _values(config: ConfigDict) -> Iterator[str]:
   """Yields each value that is outside of its key's range, or none of its words."""
   choices, of_tokens = choices_of(config), TASKS[config.task].of_tokens
-  own = [(f"model.{key}", Key(0), value) for key, value in config.model.items()]
-  rows = {key: (row, value) for key, row, value in [*own, *table.rows(config)]}
+  own = {
+    f"model.{key}": (Key(1), value) for key, value in config.model.items() if type(value) is int
+  }
+  rows = own | {key: (row, value) for key, row, value in table.rows(config)}
   for key, (row, value) in rows.items():
     yield from (f"{key}={value}: {error}" for error in row.range_errors(value))
-    counts = key.startswith("model.") and (table.find(key) or row).least is None
-    counts = counts or (key == "data.sequence_length" and of_tokens)
-    if counts and type(value) is int and value < 1:
+    if key == "data.sequence_length" and of_tokens and value == 0:
       yield f"{key}={value}: at least 1"
     if key in choices and value not in choices[key]:
       yield f"{key}={value!r}: one of {', '.join(choices[key])}{nearest(value, choices[key])}"
@@ -249,7 +249,7 @@ def _schedule(optimizer: ConfigDict, training: ConfigDict) -> Iterator[str]:
   if warmup > steps:
     yield f"optimizer.warmup_steps={warmup}: at most {steps} steps"
   final = optimizer.final_fraction
-  if not 0 <= final <= 1:
+  if final > 1:
     yield f"optimizer.final_fraction={final}: from 0 to 1, of the peak"
   if name in ("constant", "inverse_sqrt") and final != 1:
     yield (
