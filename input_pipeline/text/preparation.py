@@ -12,15 +12,13 @@ import dataclasses
 import functools
 import os
 import pathlib
-import pickle
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import connection
 from typing import Any
 
 from input_pipeline import catalog, shard_writer, store
@@ -194,22 +192,23 @@ def _here(task, units, encoder, progress) -> None:
 class _Worker:
   """A worker process, and the unit that it works on."""
 
-  def __init__(self, number: int, task: worker.Task, answers: queue.SimpleQueue):
-    """Starts it; its answers, None at its end, go to `answers` with its number."""
-    # -P: not the modules of the folder in which the user is.
-    command = [sys.executable, "-P", "-m", "input_pipeline.text.worker"]
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "TOKENIZERS_PARALLELISM": "false"}
+  def __init__(self, number: int, task: worker.Task):
+    """Starts it."""
     self.number, self.unit = number, None
-    self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the object
-    self._process = subprocess.Popen(
-      command,
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=self._errors,
-      env=environment,
-      start_new_session=True,  # Ctrl-C is for the process that started it
-    )
-    threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
+    self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the object
+    self.connection, theirs = connection.Pipe()
+    # -P: not the modules of the folder in which the user is.
+    command = [sys.executable, "-P", "-m", "input_pipeline.text.worker", str(theirs.fileno())]
+    with theirs:
+      self._process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=self._printed,
+        stderr=self._printed,
+        pass_fds=[theirs.fileno()],
+        env={**os.environ, "PYTHONPATH": str(_ROOT), "TOKENIZERS_PARALLELISM": "false"},
+        start_new_session=True,  # Ctrl-C is for the process that started it
+      )
     self._send(task)
 
   def give(self, unit: documents.Unit) -> None:
@@ -218,28 +217,20 @@ class _Worker:
     self._send(unit)
 
   def _send(self, message: Any) -> None:
-    with contextlib.suppress(BrokenPipeError):  # it has ended: `_listen` says so
-      pickle.dump(message, self._process.stdin)
-      self._process.stdin.flush()
-
-  def _listen(self, answers) -> None:
-    with contextlib.suppress(EOFError, pickle.UnpicklingError):  # it has ended, or been killed
-      while True:
-        answers.put((self.number, pickle.load(self._process.stdout)))
-    answers.put((self.number, None))
+    with contextlib.suppress(ConnectionError):  # it has ended: what it has answered says so
+      self.connection.send(message)
 
   def end(self) -> None:
     """Kills it."""
     self._process.kill()
     self._process.wait()
-    with contextlib.suppress(BrokenPipeError):
-      self._process.stdin.close()
+    self.connection.close()
 
   def death(self) -> str:
     """Returns how it ended, and the last line that it printed."""
     code = self._process.wait()
-    self._errors.seek(0)
-    last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
+    self._printed.seek(0)
+    last = self._printed.read().decode(errors="replace").strip().splitlines()[-1:]
     names = {one.value: one.name for one in signal.Signals}  # real-time signals have none
     how = f"signal {-code} ({names.get(-code, 'unknown')})" if code < 0 else f"exit code {code}"
     hint = "; the system does so where memory runs out" if code == -9 else ""
@@ -253,26 +244,26 @@ def _in_processes(task, units, count, progress) -> None:
     RetryableError: a process has ended, or failed for a reason that passes.
   """
   left = collections.deque(sorted(units, key=lambda unit: -unit.size))
-  answers: queue.SimpleQueue = queue.SimpleQueue()
   workers: list[_Worker] = []
   try:
     for number in range(count):
-      workers.append(_Worker(number, task, answers))
+      workers.append(_Worker(number, task))
       workers[-1].give(left.popleft())
     working = count
     while working:
-      try:
-        number, answer = answers.get(timeout=_WAIT_SECONDS)
-      except queue.Empty:
+      ready = connection.wait([one.connection for one in workers], _WAIT_SECONDS)
+      if not ready:
         progress.show()
         continue
-      one = workers[number]
-      if answer is None:
+      one = next(one for one in workers if one.connection is ready[0])
+      try:
+        answer = one.connection.recv()
+      except (EOFError, OSError):
         raise exit_codes.RetryableError(
-          f"worker process {number} of {count} has ended {one.death()} while it prepared "
+          f"worker process {one.number} of {count} has ended {one.death()} while it prepared "
           f"{one.unit.name}; run again: what is complete is kept. With "
           f"data.prepare_processes={max(1, count // 2)} less memory is needed"
-        )
+        ) from None
       if isinstance(answer, Exception):
         raise answer
       if answer != worker.DONE:

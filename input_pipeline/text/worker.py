@@ -1,19 +1,15 @@
-"""Tokenizes a unit of the files into a shard; also as a process: `-m input_pipeline.text.worker`.
+"""Tokenizes a unit of the files into a shard; also as a process: `-m ... FD`.
 
-The process reads pickled messages from standard input, a Task and then one unit after the other,
-and answers so on standard output: the counts of the unit so far, DONE when its shard is complete,
-or the exception that has ended it. It ends as soon as its standard input is closed, so also when
-the process that started it is killed.
+The process receives from a connection, which is open as FD, a Task and then one unit after the
+other, and answers with the counts of the unit so far, DONE when its shard is complete, or the
+exception that has ended it. It ends at the next answer where the connection has been closed, so
+also when the process that started it is killed.
 """
 
 import dataclasses
-import os
-import pickle
-import queue
 import sys
-import threading
 from collections.abc import Callable
-from typing import Any
+from multiprocessing.connection import Connection
 
 from etils import epath
 
@@ -76,41 +72,24 @@ def write_unit(
 # ------------------------------ the process ------------------------------
 
 
-def main() -> None:
-  """Answers to messages until standard input is closed."""
-  answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-  os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
-  messages: queue.SimpleQueue = queue.SimpleQueue()
-  threading.Thread(target=_listen, args=(messages,), daemon=True).start()
-
-  def answer(value: Any) -> None:
-    pickle.dump(value, answers)
-    answers.flush()
-
-  task = messages.get()
+def main(connection: Connection) -> None:
+  """Answers to messages until the connection is closed."""
+  task = connection.recv()
   try:
     encoder = tokenizer.load(task.tokenizer)
     if encoder.digest != task.digest:
       raise ValueError(f"data.tokenizer={task.tokenizer} has changed while it was used")
     while True:
-      unit = messages.get()
-      write_unit(task, unit, encoder, lambda *counts: answer(counts))
-      answer(DONE)
+      write_unit(task, connection.recv(), encoder, lambda *counts: connection.send(counts))
+      connection.send(DONE)
+  except (EOFError, ConnectionError):
+    return
   except (OSError, shard_writer.TooManyBadError, files.ChangedError) as error:
-    answer(error)
+    connection.send(error)
   except ValueError as error:  # its cause, which tells whether a retry may succeed, stays here
     kind = exit_codes.RetryableError if exit_codes.retryable(error) else ValueError
-    answer(kind(str(error)))
-
-
-def _listen(messages: queue.SimpleQueue) -> None:
-  """Passes messages on; ends this process, whatever it is doing, when there are no more."""
-  while True:
-    try:
-      messages.put(pickle.load(sys.stdin.buffer))
-    except EOFError:
-      os._exit(exit_codes.DONE)
+    connection.send(kind(str(error)))
 
 
 if __name__ == "__main__":
-  main()
+  main(Connection(int(sys.argv[1])))
