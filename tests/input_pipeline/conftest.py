@@ -33,7 +33,7 @@ _DATA = {
 @pytest.fixture(autouse=True)
 def _two_ways_to_shuffle(monkeypatch):
   """Has both ways at sizes that are quick; the second is for more than a million rows."""
-  monkeypatch.setattr(order, "_WHOLE_EPOCH_ROWS", 2**16)
+  monkeypatch.setattr(order, "_WHOLE_EPOCH_ROWS", 2**10)
 
 
 DOCUMENTS = [

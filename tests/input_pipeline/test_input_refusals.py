@@ -113,17 +113,6 @@ def test_tokens_beyond_the_vocabulary(config, tiny_text):
     )
 
 
-def test_a_vocabulary_of_the_tokens_that_occur_is_enough(config, data_dir, write_tfds):
-  import tensorflow_datasets as tfds
-
-  text = [{"body": b"z" * 40} for _ in range(9)]
-  write_tfds(data_dir, "ascii", {"body": tfds.features.Text()}, {"train": text})
-  source = row_source.open_source(config("ascii"), "train", seed=0)
-  row_source.check_ids(source, ord("z") + 1)
-  with pytest.raises(ValueError, match=r"row 0 holds token 122, but model\.vocabulary_size=122 al"):
-    row_source.check_ids(source, ord("z"))
-
-
 def test_kinds(config):
   message = _refusal(config("digits", "audio"))
   assert "(Task.rows='audio'), which only a registered data source gives" in message
@@ -174,22 +163,6 @@ def test_a_file_format_without_random_access(config, data_dir, tiny_text):
   assert "--file_format=array_record" in message
 
 
-def test_a_damaged_record_of_the_data_set(config, tmp_path, write_tfds):
-  import tensorflow_datasets as tfds
-
-  # Noise, which compression leaves as it is: so it can be found in the file.
-  texts = [np.random.default_rng(i).bytes(600) for i in range(3)]
-  features = {"body": tfds.features.Text()}
-  builder = write_tfds(tmp_path, "hurt", features, {"train": [{"body": t} for t in texts]})
-  order = [item.value["body"] for item in datasets.examples(builder, "train")]
-  (path,) = (tmp_path / "hurt" / "1.2.0").glob("*.array_record*")
-  content = bytearray(path.read_bytes())
-  content[content.index(order[1][100:200])] ^= 1
-  path.write_bytes(bytes(content))
-  message = _refusal(config("hurt", data_dir=str(tmp_path)))
-  assert "\n  record 1: RuntimeError: Corrupted" in message
-
-
 class Source:
   """A data set all of whose records fail to be read with this error."""
 
@@ -203,9 +176,7 @@ class Source:
     raise self._error
 
 
-@pytest.mark.parametrize(
-  "error", [OSError(24, "Too many open files"), OSError(5, "Input/output error"), MemoryError()]
-)
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), MemoryError()])
 def test_an_error_of_the_system_does_not_make_a_record_bad(error):
   with pytest.raises(type(error)):
     datasets._read(Source(error), [0, 1])
@@ -253,7 +224,6 @@ def a_fifo(path):
   os.mkfifo(path)
 
 
-@pytest.mark.parametrize("name", ["dataset_info.json", "features.json"])
 @pytest.mark.parametrize(
   "damage",
   [
@@ -267,7 +237,8 @@ def a_fifo(path):
     lambda path: path.write_text('{"of": ["another", "form"]}'),
   ],
 )
-def test_damaged_metadata_of_a_data_set(name, damage, config, tmp_path, tiny_text, data_dir):
+def test_damaged_metadata_of_a_data_set(damage, config, tmp_path, tiny_text, data_dir):
+  name = "features.json" if damage is a_fifo else "dataset_info.json"
   shutil.copytree(data_dir / tiny_text, tmp_path / tiny_text)
   damage(tmp_path / tiny_text / "1.2.0" / name)
   message = _refusal(config(tiny_text, data_dir=str(tmp_path)))

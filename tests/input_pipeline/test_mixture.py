@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
@@ -118,14 +117,6 @@ def test_sources_that_do_not_go_together_are_refused(other):
     combine("mixture", {**sources(), "code": wrong})
 
 
-def test_a_batch_of_a_mixture_is_on_the_devices_as_read():
-  source = combine("mixture", sources(), stages=STAGES)
-  training = TrainingBatches(source, global_batch_size=4, seed=0)
-  device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  batch = training.batch(3, dict.fromkeys(source.fields, device))
-  assert batch["values"].tolist() == source.read(training.row_ids(3))["values"].tolist()
-
-
 # ------------------------------ of files ------------------------------
 
 
@@ -170,11 +161,6 @@ def test_each_source_has_its_share_of_the_tokens(data):
   assert of_web == pytest.approx(tokens.sum() / 2, rel=0.06)
   after = np.concatenate([training.row_ids(step) for step in range(50, 60)])
   assert after.max() < source.parts[0].rows
-
-
-def test_each_source_is_evaluated_by_itself(data):
-  batches = EvaluationBatches(row_source.open_source(data, "test", 3), global_batch_size=2)
-  assert {batches.part(i) for i in range(len(batches))} == {"web", "code"}
 
 
 def test_what_is_wrong_with_a_source_names_it(data):

@@ -30,7 +30,7 @@ def enumerated(sizes, skipped, steps):
 
 
 SIZES = [{0: 8}, {0: 8, 5: 16}, {0: 16, 3: 8, 7: 24}, {0: 5, 1: 3, 2: 7}, {0: 1, 4: 50, 6: 1}]
-SKIPPED = [(), ((0, 8),), ((3, 4), (40, 60)), ((8, 16), (16, 20), (100, 101)), ((39, 41), (0, 1))]
+SKIPPED = [(), ((3, 4), (40, 60)), ((8, 16), (16, 20), (100, 101)), ((39, 41), (0, 1))]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -47,12 +47,12 @@ def test_the_rows_of_a_step_are_those_of_a_plain_enumeration(sizes, skipped):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("rows", [53, 2**16 + 7])
+@pytest.mark.parametrize("rows", [53, 2**10 + 7])
 def test_the_rows_over_several_epochs(numbered, rows, shuffle):
   seed, near = 3, 2 * rows  # around the end of the second epoch
   first = batches.TrainingBatches(numbered(rows, 1), global_batch_size=1, seed=seed)
   order = [int(first.row_ids(number)[0]) for number in range(near - 60, near + 140)]
-  if rows <= 2**16:  # the order is that of the generator's numbers
+  if rows <= 2**10:  # the order is that of the generator's numbers
     drawn = [
       np.argsort(np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(rows))
       for epoch in range(5)

@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import os
-import signal
 import threading
 
 import numpy as np
@@ -34,23 +32,6 @@ def test_a_second_one_waits_for_the_first(tmp_path):
     order.append("first")
   thread.join(30)
   assert order == ["first", "second"]
-
-
-def test_a_killed_process_blocks_no_other(tmp_path):
-  path = epath.Path(tmp_path / "digits")
-  read, write = os.pipe()
-  child = os.fork()
-  if child == 0:
-    with locked(path):
-      os.write(write, b"x")
-      signal.pause()
-  assert os.read(read, 1) == b"x"
-  os.kill(child, signal.SIGKILL)
-  os.waitpid(child, 0)
-  os.close(read)
-  os.close(write)
-  with locked(path):
-    pass
 
 
 def test_a_bucket_is_locked_on_this_machine(tmp_path, monkeypatch):
@@ -88,7 +69,7 @@ def read(folders, records=None):
   return found, *found.read(records)
 
 
-@pytest.mark.parametrize(("ids", "width"), [(256, 1), (257, 2), (2**16, 2), (2**16 + 1, 4)])
+@pytest.mark.parametrize(("ids", "width"), [(256, 1), (2**16, 2), (2**16 + 1, 4)])
 def test_tokens_are_read_as_written_in_the_smallest_type(tmp_path, ids, width):
   tokens = token_lists(ids)
   tokens[0][0] = ids - 1
@@ -184,9 +165,7 @@ def test_a_torn_shard_is_named(tmp_path):
   "change",
   [
     {"format": 9},
-    {"documents": "x"},
     {"records": -1},
-    {"records": "x"},
     {"width": 3},
     {"sizes": []},
     {"digest": None},

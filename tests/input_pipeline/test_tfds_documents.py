@@ -29,7 +29,7 @@ def _stream(source):
   return stream.astype(np.uint8).tobytes()
 
 
-@pytest.mark.parametrize("length", [1, 7, 16, 98, 99, 100, 500])
+@pytest.mark.parametrize("length", [1, 7, 99, 500])
 def test_text_rows_rebuild_the_documents(config, tiny_text, data_dir, length):
   source = row_source.open_source(config(tiny_text, sequence_length=length), "train", seed=0)
   builder = tfds.load_builder(Reference(tiny_text, "", ""), data_dir)
@@ -38,13 +38,6 @@ def test_text_rows_rebuild_the_documents(config, tiny_text, data_dir, length):
   assert _stream(source) == stream
   assert len(source) == -(-(len(stream) - 1) // length)
   assert source.fields["tokens"] == ((length,), np.dtype(np.int32))
-
-
-def test_python_source_rebuilds_too(config, data_dir):
-  source = row_source.open_source(config("python_source", sequence_length=101), "test", seed=0)
-  builder = tfds.load_builder(Reference("python_source", "", ""), data_dir)
-  documents = [item.value["text"] for item in tfds.examples(builder, "test")]
-  assert _stream(source) == b"".join(document + b"\0" for document in documents)
 
 
 def test_images_by_name_and_folder(config, tiny_images):
@@ -137,12 +130,6 @@ def test_a_shard_that_describes_other_images_is_refused(config, tiny_images, fac
     path.write_text(content)
 
 
-def test_a_feature_that_an_embedded_data_set_lacks_is_refused(config):
-  data = config("python_source", text_feature="body", packing="none")
-  with pytest.raises(ValueError, match="has no feature 'body'"):
-    row_source.open_source(data, "test", seed=0)
-
-
 def _run(program):
   return subprocess.Popen(
     [sys.executable, "-c", program],
@@ -150,18 +137,3 @@ def _run(program):
     text=True,
     env=os.environ | {"PYTHONPATH": str(_ROOT), "JAX_PLATFORMS": "cpu"},
   )
-
-
-def test_two_processes_prepare_at_once(config, tmp_path):
-  data = config("python_source", data_dir=str(tmp_path))
-  program = (
-    "import ml_collections\n"
-    "from input_pipeline import row_source\n"
-    f"data = ml_collections.ConfigDict({data.to_dict()!r})\n"
-    "print(row_source.open_source(data, 'test', 0).fingerprint)\n"
-  )
-  processes = [_run(program) for _ in range(2)]
-  outputs = [process.communicate()[0] for process in processes]
-  assert [process.returncode for process in processes] == [0, 0]
-  expected = row_source.open_source(config("python_source"), "test", seed=0).fingerprint
-  assert outputs == [f"{expected}\n"] * 2

@@ -22,7 +22,7 @@ def files_of(folder: pathlib.Path) -> list[str]:
 
 @pytest.mark.parametrize("after", [1, 200])
 def test_a_stop_ends_the_preparation_and_leaves_nothing_half_made(config, tmp_path, after):
-  data, seen = config("python_source", data_dir=str(tmp_path)), []
+  data, seen = config("digits", "image", data_dir=str(tmp_path)), []
   with StopRequest() as stop:
 
     def tick(what: str, count: int, text: str = "") -> None:
@@ -31,7 +31,7 @@ def test_a_stop_ends_the_preparation_and_leaves_nothing_half_made(config, tmp_pa
         stop.request("SIGINT")
       shown.tick(what, count, text)
 
-    with console.preparing("python_source") as shown:
+    with console.preparing("digits") as shown:
       assert stop.polls
       with pytest.raises(Stopped):
         tfds_documents.prepare(data, "test", tick)
@@ -53,8 +53,8 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch, capsys):
 
 
 def test_a_stop_while_a_shard_is_written_keeps_what_was_built_before(config, tmp_path):
-  data = config("python_source", data_dir=str(tmp_path))
-  with StopRequest() as stop, console.preparing("python_source") as shown:
+  data = config("digits", "image", data_dir=str(tmp_path))
+  with StopRequest() as stop, console.preparing("digits") as shown:
 
     def tick(what: str, count: int, text: str = "") -> None:
       if text:  # of the shard

@@ -167,7 +167,7 @@ ELSEWHERE = {
 OF_TOKENS = {"training.attention_kernel", "training.loss_chunks"}
 
 
-@pytest.mark.parametrize("recipe", recipes.RECIPES)
+@pytest.mark.parametrize("recipe", ["lm", "mlp", "vit"])
 def test_every_key_is_read_or_listed(recipe):
   config, read = finalized(recipe), set()
   keys = {f"{section}.{key}" for section in SECTIONS for key in config[section]}

@@ -55,14 +55,16 @@ def repeated(path, block, count):
 
 
 @pytest.mark.parametrize("between", [b"", b'{"text": "a"}\n'])
-def test_gigabytes_of_newlines_in_a_small_file_are_refused(between, tmp_path):
-  path = tmp_path / "files" / "a.jsonl.gz"
-  assert repeated(path, between + b"\n" * 2**21, 600) < 2**21
-  said = refusal(path.parent, tmp_path)
-  line = documents._FREE_BLANK + 1 + (len(between) + 1 if between else 0)
-  assert said.startswith(
-    f"ValueError: {path}:{line}: up to here blank lines have 1,048,576 bytes mo"
-  )
+def test_many_newlines_in_a_small_file_are_refused(between, tmp_path, monkeypatch):
+  monkeypatch.setattr(documents, "_FREE_BLANK", 2**12)
+  path = tmp_path / "a.jsonl.gz"
+  repeated(path, between + b"\n" * 2**13, 9)
+  [unit] = documents.units(files.find(str(tmp_path)))
+  line = 2**12 + 1 + (len(between) + 1 if between else 0)
+  with pytest.raises(
+    ValueError, match=f"{path}:{line}: up to here blank lines have 4,096 bytes mo"
+  ):
+    list(documents.read(unit, "text"))
 
 
 def test_a_small_file_of_one_long_line_is_refused(tmp_path):
@@ -76,23 +78,22 @@ def test_a_small_file_of_one_long_line_is_refused(tmp_path):
   assert 2**16 <= read < size / 2, "it is refused as soon as it can be"
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_what_is_compressed_well_is_read(suffix, tmp_path, monkeypatch):
+def test_what_is_compressed_well_is_read(tmp_path, monkeypatch):
   """A hundredth of its size, and more than what is free."""
   monkeypatch.setattr(files, "_FREE_BYTES", 2**12)
   draw = np.random.default_rng(0)
   texts = [bytes(draw.integers(97, 123, 60, np.uint8)) * 60 for _ in range(500)]
-  content = PACKED[suffix](b"".join(b'{"text": "%s"}\n' % text for text in texts))
+  content = gzip.compress(b"".join(b'{"text": "%s"}\n' % text for text in texts))
   assert 30 < 500 * 3613 / len(content) < 128
-  write(tmp_path / f"a.jsonl{suffix}", content)
+  write(tmp_path / "a.jsonl.gz", content)
   [unit] = documents.units(files.find(str(tmp_path)))
   assert [item.value for item in documents.read(unit, "text")] == texts
 
 
-@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".txt.gz"])
+@pytest.mark.parametrize("suffix", [".jsonl.zst", ".txt.gz"])
 def test_what_is_nearly_nothing_but_repetition_is_not(suffix, tmp_path, monkeypatch):
   monkeypatch.setattr(files, "_FREE_BYTES", 2**12)
-  content = b'{"text": "a"}\n' * 2**19
+  content = b'{"text": "a"}\n' * 2**16
   write(tmp_path / f"a{suffix}", PACKED["." + suffix.rpartition(".")[2]](content))
   [unit] = documents.units(files.find(str(tmp_path)))
   with pytest.raises(ValueError, match=r"bytes hold more than [\d,]+ bytes of content, over 128 t"):
@@ -112,7 +113,7 @@ def test_a_line_of_many_gigabytes_is_a_bad_record_of_its_first_part(tmp_path):
   assert list(documents.read(last, "text")) == []
 
 
-@pytest.mark.parametrize("unit_bytes", [7, 64, 100, 1000])
+@pytest.mark.parametrize("unit_bytes", [7, 100, 1000])
 def test_lines_around_a_long_one_are_read_once(unit_bytes, tmp_path, monkeypatch):
   monkeypatch.setattr(documents, "MOST_BYTES", 40)
   monkeypatch.setattr(documents, "BLOCK", 16)

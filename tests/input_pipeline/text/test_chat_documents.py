@@ -4,24 +4,21 @@ import json
 
 import numpy as np
 import pytest
-from etils import epath
 
 from configs import single
-from configs.schema import finalize, validate
-from input_pipeline import mixture, row_source, shard_writer, store
+from configs.schema import finalize
+from input_pipeline import mixture, row_source, store
 from input_pipeline.text import chat_documents, chat_template, preparation, tokenizer
 from input_pipeline.text.chat_documents import encode_pair, parse_pair
 from input_pipeline.text.chat_template import ChatTemplate
 from input_pipeline.text.conversations import parse
 from input_pipeline.text.tokenizer import ByteTokenizer
-from partitioning.mesh_sizes import resolve_sizes
 from tests.input_pipeline.text import chats
 from tests.input_pipeline.text.corpora import section
 from training import splits
 
 # ------------------------------ preferences ------------------------------
 
-PAIRS = "model=lm,data=preferences"
 SOURCE = (
   "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}"
   "{% if add_generation_prompt %}a:{% endif %}"
@@ -146,25 +143,6 @@ def test_rows_have_the_sides_apart(tmp_path):
     splits.training_batches(config_of(tmp_path, sequence_length=12))
 
 
-@pytest.mark.parametrize(
-  ("recipe", "keys", "message"),
-  [
-    (PAIRS, {"data.packing": "best_fit"}, "a row of data=preferences is one pair; take none"),
-    (PAIRS, {"training.dpo_beta": 0.0}, r"training\.dpo_beta=0\.0: above 0"),
-    (PAIRS, {"training.dpo_label_smoothing": 0.5}, "at least 0 and below 0.5"),
-    (PAIRS, {"training.z_loss": 1e-4}, "the task dpo does not use it"),
-    ("lm", {"training.dpo_beta": 0.5}, "the task causal_lm does not use it"),
-    ("lm", {"data.name": "preferences"}, "preferences and dpo go together; choose --config=FILE"),
-    ("model=mlp,data=preferences", {}, "dpo takes a transformer"),
-  ],
-)
-def test_keys_that_do_not_go_together_are_refused(recipe, keys, message):
-  config = single.get_config(recipe)
-  config.update_from_flattened_dict({"data.files": "pairs.jsonl", **keys})
-  with pytest.raises(ValueError, match=message):
-    validate.check(finalize.finalize(config, "cpu"), resolve_sizes({}, None))
-
-
 # ------------------------------ conversations ------------------------------
 
 T = 192
@@ -240,9 +218,8 @@ def test_a_chat_template_that_changes_meanwhile_is_refused(data, tmp_path):
     preparation.prepare(keys, keys.files, tick=tick)
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "none"])
-def test_each_conversation_is_in_one_row_with_its_mask(data, chat, packing):
-  keys = data(packing=packing)
+def test_each_conversation_is_in_one_row_with_its_mask(data, chat):
+  keys = data()
   sources = [row_source.open_source(keys, split, 3) for split in ("train", "test")]
   found = [source.read(np.arange(len(source))) for source in sources]
   wanted = [
@@ -253,8 +230,7 @@ def test_each_conversation_is_in_one_row_with_its_mask(data, chat, packing):
   report = sources[0].report
   assert report["documents"] + sources[1].report["documents"] == len(RECORDS)
   assert report["split_documents"] == report["untrained_conversations"] == 0
-  if packing == "best_fit":
-    assert report["rows"] < report["documents"]
+  assert report["rows"] < report["documents"]
   trained = sum(weights.sum() for weights in (one["weights"] for one in found))
   size = sum(
     s.bytes_per_token * one["weights"].sum() for s, one in zip(sources, found, strict=True)
@@ -264,29 +240,13 @@ def test_each_conversation_is_in_one_row_with_its_mask(data, chat, packing):
   assert size == pytest.approx(sum(len(text) + len("<|im_end|>\n") for text in spoken))
 
 
-def test_worker_processes_write_the_same(data, tmp_path):
-  keys = data()
-  here = row_source.open_source(keys, "train", 3)
-  keys.data_dir, keys.prepare_processes = str(tmp_path / "other"), 2
-  path = tmp_path / "more.jsonl"
-  path.write_text(json.dumps(record(99)) + "\n")
-  keys.files = f"{keys.files},{path}"
-  counts = []
-  prepared = preparation.prepare(keys, keys.files, tick=lambda *news: counts.append(news))
-  assert len(prepared.documents) == len(RECORDS) + 1
-  assert counts[-1][1] == len(RECORDS) + 1
-  keys.files = keys.files.partition(",")[0]
-  assert row_source.open_source(keys, "train", 3).fingerprint == here.fingerprint
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_bad_conversations_beyond_the_limit_are_listed(data, tmp_path, processes):
+def test_bad_conversations_beyond_the_limit_are_listed(data, tmp_path):
   keys = data()
   for name in "ab":
     path = tmp_path / f"{name}.jsonl"
     path.write_text(json.dumps(record(98)) + "\n{}\n")
     keys.files += f",{path}"
-  keys.prepare_processes = processes
+  keys.prepare_processes = 2
   with pytest.raises(
     ValueError, match=r"1 bad record, more than data.max_bad_records=0; "
   ) as error:
@@ -383,17 +343,6 @@ def test_a_record_that_the_template_refuses_is_named_with_the_template_s_message
     row_source.open_source(keys, "train", 3)
 
 
-def test_nothing_is_read_without_a_template(data, trained, tmp_path):
-  with pytest.raises(ValueError, match="has no chat template"):
-    row_source.open_source(data(tokenizer=str(trained)), "train", 3)
-  assert not (tmp_path / "data").exists()
-  (tmp_path / "a.txt").write_text("a")
-  keys = data()
-  keys.files = str(tmp_path / "a.txt")
-  with pytest.raises(ValueError, match=r"records are read from .jsonl and .parquet files only"):
-    row_source.open_source(keys, "train", 3)
-
-
 def test_a_shard_without_conversations_and_one_with(data, tmp_path, chat):
   keys = data(max_bad_records=1, prepare_processes=1)
   first = tmp_path / "a.jsonl"
@@ -429,37 +378,6 @@ def test_a_conversation_as_it_is_shown(data, chat):
     (b"<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n", False),
     (b"number 2<|im_end|>\n", True),
   ]
-
-
-def test_parquet_rows(data, tmp_path):
-  import pyarrow
-  from pyarrow import parquet
-
-  keys = data()
-  rows = [{**one, "tools": None} for one in RECORDS]
-  parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chats.parquet")
-  lines = preparation.prepare(keys, keys.files)
-  columns = preparation.prepare(keys, str(tmp_path / "chats.parquet"))
-  assert lines.documents.index.tolist() == columns.documents.index.tolist()
-  assert lines.documents.shards[0].digest == columns.documents.shards[0].digest
-
-
-def test_ticks(chat, tmp_path):
-  encoder = tokenizer.load(chat)
-  template = chat_template.load("", encoder)
-
-  ticks = []
-
-  def write(name, values):
-    read = (shard_writer.Item("{}".format, number, value) for number, value in enumerate(values))
-    options = {"limit": 0, "pairs": False, "tick": lambda *news: ticks.append(news)}
-    folder = epath.Path(tmp_path) / name
-    chat_documents.write_conversations(folder, read, encoder, template, {}, **options)
-
-  write("shard", map(record, range(70)))
-  assert (ticks[0][0], ticks[-1][0]) == (1, 70)
-  with pytest.raises(shard_writer.TooManyBadError):
-    write("bad", [{}])
 
 
 def test_a_mixture_of_conversations(data, tmp_path, chat):

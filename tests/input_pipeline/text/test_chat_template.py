@@ -95,12 +95,6 @@ def test_what_templates_may_call():
   assert found == f'{{"a": "<ü>"}} {{\n "a": [\n  1\n ]\n}} {date} True True today'
 
 
-def test_a_template_of_its_own_for_tools():
-  both = chat_template.ChatTemplate("T", {"default": "plain", "tool_use": "with tools"}, {})
-  assert both.render(Conversation(TURNS)) == "plain"
-  assert both.render(Conversation(TURNS, TOOLS)) == "with tools"
-
-
 # ------------------------------ what is trained on ------------------------------
 
 
@@ -120,15 +114,6 @@ def test_trained_is_what_the_assistant_writes_with_the_end_of_its_turn(encoder, 
   assert found.trained.tolist() == inside
 
 
-def test_every_message_of_the_assistant_in_a_chain_of_tools(encoder):
-  call = {"type": "function", "function": {"name": "lookup", "arguments": {"word": "狐"}}}
-  called = {"role": "assistant", "content": "", "tool_calls": [call]}
-  messages = [TURNS[1], called, {"role": "tool", "content": "fox"}, TURNS[2]]
-  found = template(chats.CHATML).encode(Conversation(messages), encoder)
-  written = '<call>{"name": "lookup", "arguments": {"word": "狐"}}<|im_end|>\n'
-  assert trained_text(found, encoder) == [written.encode(), b"  fox\n\n<|im_end|>\n"]
-
-
 @pytest.mark.parametrize("source", [chats.CHATML, chats.MARKED])
 def test_messages_of_weight_0_are_context(encoder, source):
   messages = [*TURNS[:2], {**TURNS[2], "weight": 0}, *TURNS[3:]]
@@ -140,10 +125,6 @@ def test_messages_of_weight_0_are_context(encoder, source):
   found = template(source).encode(parse({"messages": nothing}), encoder)
   assert found.bytes == 0
   assert not found.trained.any()
-
-
-def test_without_the_assistant_nothing_is_trained(encoder):
-  assert not template(chats.CHATML).encode(Conversation(TURNS[:2]), encoder).trained.any()
 
 
 def test_a_template_that_drops_earlier_thinking_is_refused_by_name(encoder):
@@ -225,14 +206,6 @@ def test_characters_of_all_planes(encoder):
   [run] = trained_text(found, encoder)
   assert run.decode() == EVERY_PLANE[::7] + "<|im_end|>\n"
   assert found.bytes == len(run)
-
-
-def test_bytes_as_tokens():
-  encoder = tokenizer.ByteTokenizer()
-  found = template(chats.CHATML).encode(Conversation(TURNS), encoder)
-  assert bytes(found.tokens.astype(np.uint8)).decode() == found.text
-  assert found.bytes == found.trained.sum()
-  assert trained_text(found, encoder)[0] == b"  fox\n\n<|im_end|>\n"
 
 
 def test_sentencepiece_as_its_owner_encodes_conversations():
@@ -341,9 +314,3 @@ def test_a_file_that_cannot_be_read(encoder, tmp_path):
 def test_a_template_that_fails_has_its_own_message(source, message):
   with pytest.raises(ValueError, match=message):
     template(source).render(Conversation(TURNS))
-
-
-def test_a_role_that_the_template_does_not_know():
-  strange = [{"role": "narrator", "content": "a"}]
-  with pytest.raises(ValueError, match="T refuses the conversation: Unknown role: narrator"):
-    template(chats.HEADERS).trained(Conversation(strange))

@@ -60,8 +60,9 @@ def test_a_row_of_parquet_is_a_document(kind, tmp_path):
 # ------------------------------ units ------------------------------
 
 
-@pytest.mark.parametrize("unit_bytes", [1, 7, 100, 1000, 10**6])
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n"])
+@pytest.mark.parametrize(
+  ("unit_bytes", "end"), [(1, "\n"), (7, "\r\n"), (100, "\n\n"), (1000, "\r\n"), (10**6, "\n")]
+)
 def test_every_line_is_read_once_however_a_file_is_cut(unit_bytes, end, tmp_path):
   wanted = [*TEXTS, "last"]
   (tmp_path / "a.jsonl").write_bytes(lines(({"text": text} for text in wanted), end))
@@ -90,13 +91,6 @@ def test_files_without_content_are_no_documents(tmp_path):
 def test_a_text_file_keeps_its_bytes_but_for_the_byte_order_mark(tmp_path):
   write(tmp_path / "a.txt", b"\xef\xbb\xbfx\r\n\xef\xbb\xbf\n")
   assert [item.value for item in read(tmp_path)] == [b"x\r\n\xef\xbb\xbf\n"]
-
-
-def test_compressed_parts_that_were_put_together_are_read_to_the_end(tmp_path):
-  for suffix in (".gz", ".zst"):
-    parts = [PACKED[suffix](lines([{"text": text}]) + b"\n") for text in "abc"]
-    write(tmp_path / f"a.jsonl{suffix}", b"".join(parts))
-  assert texts(tmp_path) == [*"abcabc"]
 
 
 def test_small_text_files_share_units_and_large_files_are_cut(tmp_path):
@@ -167,7 +161,7 @@ def test_a_line_that_is_no_document_is_a_bad_record_with_its_place(
     monkeypatch.setattr(documents, "MOST_BYTES", 100)
   good = b'{"text": "good"}'
   write(tmp_path / "a.jsonl", b"\n".join([good, b"", line, good]))
-  for unit_bytes in (10**6, 150, 20, 18):
+  for unit_bytes in (10**6, 18):
     found = read(tmp_path, feature="text", unit_bytes=unit_bytes, choose=False)
     assert [item.value for item in found] == [b"good", None, b"good"]
     assert found[1].where == f"{tmp_path}/a.jsonl:3"
@@ -207,10 +201,10 @@ def test_rows_that_are_no_documents_are_bad_records(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_compressed_file_that_ends_early_loses_its_rest_and_says_so(suffix, tmp_path):
-  content = PACKED[suffix](lines({"text": f"{n} {hash(str(n))}"} for n in range(30000)))
+  content = PACKED[suffix](lines({"text": f"{n} {hash(str(n))}"} for n in range(12000)))
   write(tmp_path / f"a.jsonl{suffix}", content[: len(content) * 3 // 4])
   *good, bad = read(tmp_path)
-  assert 5000 < len(good) < 30000
+  assert 2000 < len(good) < 12000
   assert all(item.value for item in good)
   assert bad.where == f"{tmp_path}/a.jsonl{suffix}:{len(good) + 1}"
   assert bad.why.startswith("the rest of the file cannot be read (Truncated compressed stream")
@@ -300,8 +294,8 @@ def test_what_is_no_parquet_file_is_refused(content, tmp_path):
     ([{"text": 1, "url": "b"}, {"text": "a"}], "", r"several hold texts: 'text', 'url'; name"),
   ],
 )
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_the_key_of_the_text(records, feature, said, suffix, tmp_path):
+def test_the_key_of_the_text(records, feature, said, tmp_path):
+  suffix = ".gz" * (len(records) > 1)
   path = write(tmp_path / f"a.jsonl{suffix}", PACKED[suffix](lines(records)))
   found = files.find(str(tmp_path))
   if " " not in said:

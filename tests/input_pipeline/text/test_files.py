@@ -263,22 +263,24 @@ def hub(tmp_path, monkeypatch):
   return tmp_path / "datasets" / "o"
 
 
-@pytest.mark.parametrize("prefix", ["hf://o/n", "hf://datasets/o/n"])
 @pytest.mark.parametrize(
   ("uri", "found"),
   [
-    ("", ["@c0ffee/a.parquet", "@c0ffee/data/test-0.parquet", "@c0ffee/data/train-0.parquet"]),
-    ("/data", ["@c0ffee/data/test-0.parquet", "@c0ffee/data/train-0.parquet"]),
-    ("/data/train-*", ["@c0ffee/data/train-0.parquet"]),
-    ("/data/train-0.parquet", ["@c0ffee/data/train-0.parquet"]),
-    ("@v2/a.parquet", ["@beef/a.parquet"]),
+    (
+      "hf://o/n",
+      ["@c0ffee/a.parquet", "@c0ffee/data/test-0.parquet", "@c0ffee/data/train-0.parquet"],
+    ),
+    ("hf://datasets/o/n/data", ["@c0ffee/data/test-0.parquet", "@c0ffee/data/train-0.parquet"]),
+    ("hf://o/n/data/train-*", ["@c0ffee/data/train-0.parquet"]),
+    ("hf://o/n/data/train-0.parquet", ["@c0ffee/data/train-0.parquet"]),
+    ("hf://o/n@v2/a.parquet", ["@beef/a.parquet"]),
   ],
 )
-def test_a_data_set_of_the_hub_is_its_parquet_files_at_a_commit(prefix, uri, found, hub):
+def test_a_data_set_of_the_hub_is_its_parquet_files_at_a_commit(uri, found, hub):
   for name in ("a.parquet", "data/train-0.parquet", "data/test-0.parquet", "README.md"):
     write(hub / "n@c0ffee" / name, "x")
   write(hub / "n@beef" / "a.parquet", "xyz")
-  matches = files.find(prefix + uri)
+  matches = files.find(uri)
   assert [file.path for file in matches] == [f"hf://o/n{path}" for path in found]
   with files.open_file(matches[0].path) as stream:
     assert len(stream.read()) == matches[0].size

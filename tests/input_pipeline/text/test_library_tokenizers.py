@@ -53,17 +53,9 @@ def test_ids_are_the_library_s(trained, bpe):
   found = bpe.encode(texts)
   assert [ids.tolist() for ids in found] == [library.encode(text).ids for text in texts]
   assert {ids.dtype for ids in found} == {np.dtype(np.uint32)}
-
-
-def test_texts_come_back_to_the_byte(bpe):
-  for text, ids in zip(TEXTS, bpe.encode(TEXTS), strict=True):
-    assert bpe.decode(ids) == text.encode()
-    assert b"".join(map(bpe.token_bytes, ids)) == text.encode()
-
-
-def test_a_character_that_is_cut_off_stays_incomplete(bpe):
-  [ids] = bpe.encode(["\U000e0001"])
-  assert bpe.decode(ids[:-1]) == b"\xf3\xa0\x80"
+  for text, ids in zip(texts, found, strict=True):
+    assert bpe.decode(ids) == b"".join(map(bpe.token_bytes, ids)) == text.encode()
+  assert bpe.decode(bpe.encode(["\U000e0001"])[0][:-1]) == b"\xf3\xa0\x80"
   assert bpe.token_bytes(bpe.size) == b""  # a model's vocabulary may be larger
 
 
@@ -141,15 +133,6 @@ def test_a_unigram_model_does_not_find_its_own_end_in_a_text(tmp_path):
   assert ids[-1] == 0  # unknown
   assert 1 not in ids.tolist()
   assert one.encode_template("a</s>")[0].tolist()[-1] == 1
-
-
-def test_a_special_token_that_only_another_file_names_is_one(content, tmp_path):
-  own = changed(content, added_tokens=[])
-  one = tokenizer.load(save(tmp_path, own, {"eos_token": "<|endoftext|>"}))
-  assert one.special == {"<|endoftext|>": 0}
-  assert 0 not in one.encode(["a<|endoftext|>"])[0].tolist()
-  ids, offsets = one.encode_template("a<|endoftext|>")
-  assert (ids.tolist()[-1], offsets.tolist()[-1]) == (0, [1, 14])
 
 
 def test_a_template_s_text_has_its_special_tokens_and_offsets(bpe, content, tmp_path):
@@ -257,9 +240,7 @@ def test_an_end_that_is_not_in_the_vocabulary_is_refused(content, tmp_path):
   [
     ({"added_tokens": [5]}, {}),
     ({"added_tokens": [{"content": "a"}]}, {}),
-    ({"added_tokens": {"a": 5}}, {}),
     ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a"]]}}, {}),
-    ({"decoder": []}, {}),
     ({}, {"added_tokens_decoder": [5]}),
     ({}, {"additional_special_tokens": 5}),
   ],

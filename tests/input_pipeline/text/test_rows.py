@@ -1,9 +1,7 @@
 """Rows of stored documents: what is predicted from what, splits by content, damage, resume."""
 
 import dataclasses
-import gzip
 import itertools
-import threading
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from input_pipeline import packing, row_source, rows, shard_writer, store
-from input_pipeline.source import Sharing, UnreadableError
 from tests.input_pipeline.text.corpora import section, texts, write_lines
 
 T = 32
@@ -260,22 +257,20 @@ def test_wrong_splits_are_refused(data, tmp_path):
     row_source.open_source(one, "train", 0)
 
 
-@pytest.mark.parametrize("suffix", ["txt", "txt.gz"])
-def test_one_text_file_alone_is_divided_as_nanogpt_divides_it(tmp_path, suffix):
+def test_one_text_file_alone_is_divided_as_nanogpt_divides_it(tmp_path):
   text = "".join(texts(40))
-  pack = gzip.compress if suffix.endswith("gz") else bytes
-  (tmp_path / f"a.{suffix}").write_bytes(pack(text.encode()))
-  file, keys = f"{tmp_path}/a.{suffix}", {"evaluation_fraction": 0.1, "packing": "concatenate"}
+  (tmp_path / "a.txt").write_text(text)
+  file, keys = f"{tmp_path}/a.txt", {"evaluation_fraction": 0.1, "packing": "concatenate"}
   cut = int(len(text) * 0.9)
   for split, part in (("train", text[:cut]), ("test", text[cut:])):
     source = row_source.open_source(section(file, tmp_path / "data", **keys), split, 0)
     predicted = bytes(joined(documents_of(read_all(source))))
     assert predicted == part.encode()[1:] + b"\0", "all but what a stream begins with"
     assert {"train": "first 90 %", "test": "last 10 %"}[split] in source.name
-  (tmp_path / f"b.{suffix}").write_bytes(pack(b"another"))
+  (tmp_path / "b.txt").write_text("another")
   both = row_source.open_source(section(tmp_path, tmp_path / "data", **keys), "train", 0)
   assert both.report["documents"] == 1, "whole files are held out where there are several"
-  (tmp_path / f"a.{suffix}").write_bytes(pack(b"a"))
+  (tmp_path / "a.txt").write_text("a")
   with pytest.raises(ValueError, match=r"too short to be divided: its last 10 % are the evaluat"):
     row_source.open_source(section(file, tmp_path / "data", **keys), "test", 0)
 
@@ -311,18 +306,7 @@ def damaged(folder, tmp_path):
   return made, shard
 
 
-def test_a_damaged_document_is_named_at_its_step(damaged):
-  made, shard = damaged
-  source = row_source.open_source(made, "train", 0)
-  message = rf"train: row \d+ \(document 50 of {shard}/tokens.array_record\) cannot .*max_bad_rec"
-  with pytest.raises(UnreadableError, match=message) as error:
-    read_all(source)
-  good = np.setdiff1d(np.arange(len(source)), [*error.value.rows])
-  assert 0 < len(error.value.rows) < len(source) / 2
-  source.read(good)
-
-
-def test_with_a_limit_its_rows_have_weight_0(damaged, tmp_path):
+def test_with_a_limit_its_rows_have_weight_0(damaged):
   made, shard = damaged
   plain = row_source.open_source(made, "train", 0)
   made.max_bad_records = 5
@@ -341,69 +325,3 @@ def test_with_a_limit_its_rows_have_weight_0(damaged, tmp_path):
   good = np.setdiff1d(np.arange(len(source)), bad)
   for name, array in plain.read(good).items():
     np.testing.assert_array_equal(found[name][good], array)
-  # Each of several processes reads its share, and all know the same; the second time nobody reads.
-  [kept] = epath.Path(tmp_path).glob("prepared/text/*/bad_records-*.json")
-  kept.unlink()
-  assert opened_by_two(made) == [source.bad, source.bad]
-  assert kept.exists()
-  assert row_source.open_source(made, "train", 0).bad == source.bad
-
-
-def opened_by_two(made):
-  """Returns the bad records that two processes find that open a split together."""
-  barrier, values, found = threading.Barrier(2), {}, [None, None]
-
-  def gather_of(index):
-    def gather(value):
-      values[index] = value
-      barrier.wait(30)
-      both = [values[0], values[1]]
-      barrier.wait(30)
-      return both
-
-    return gather
-
-  def run(index):
-    sharing = Sharing(index, 2, gather_of(index))
-    found[index] = row_source.open_source(made, "train", 0, sharing).bad
-
-  threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  return found
-
-
-def test_bad_records_of_the_files_are_counted_with_the_rows(tmp_path):
-  path = write_lines(tmp_path / "a.jsonl", texts(20))
-  path.write_text(path.read_text() + "no JSON\n")
-  made = section(tmp_path, tmp_path / "data", sequence_length=T, max_bad_records=1)
-  bad = row_source.open_source(made, "train", 0).bad
-  assert str(bad).startswith(f"left out: 1 record: {path}:21 (the first: {path}:21: invalid JSON")
-
-
-# ---- TFDS data sets ----
-
-
-@pytest.fixture(scope="module")
-def noise(write_tfds, data_dir):
-  import tensorflow_datasets as tfds
-
-  draw = np.random.default_rng(0)
-  documents = [draw.integers(1, 256, size, np.uint8).tobytes() for size in (500, 20, 369, 9000)]
-  examples = [{"body": document} for document in documents]
-  write_tfds(data_dir, "hiss", {"body": tfds.features.Text()}, {"train": examples})
-  return documents
-
-
-def test_a_tfds_data_set_with_another_packing(noise, data):
-  keys = {"name": "hiss", "files": "", "text_feature": ""}
-  source = row_source.open_source(data(**keys), "train", 0)
-  assert source.name == "hiss:1.2.0 train"
-  assert source.report["documents"] == 4
-  found = documents_of(read_all(source))
-  assert sorted(joined(found)) == sorted(joined([*d, 0] for d in noise))
-  assert [*noise[1], 0] in found
-  again = row_source.open_source(data(**keys), "train", 0)
-  assert again.fingerprint == source.fingerprint

@@ -122,24 +122,6 @@ def test_no_half_written_tokenizer_is_taken(data, monkeypatch):
   assert train_tokenizer.store(data, content, {}) == tokenizer.resolve(data)
 
 
-def test_two_processes_may_train_at_once(data, monkeypatch):
-  content = train_tokenizer.train(TEXTS, 300)
-  replace = train_tokenizer.files.replace
-
-  def overtaken(path, text, **options):
-    """As if the other one had stored the same just before."""
-    if path.name == "tokenizer.json":
-      monkeypatch.undo()
-      train_tokenizer.store(data, content, {"size": 300})
-    replace(path, text, **options)
-
-  monkeypatch.setattr(train_tokenizer.files, "replace", overtaken)
-  folder = train_tokenizer.store(data, content, {"size": 300})
-  assert tokenizer.resolve(data) == folder
-  left = sorted(path.name for path in tokenizer.trained_folder(data).iterdir())
-  assert left == [folder.rpartition("/")[2], "current.json"]
-
-
 def test_a_data_set_s_tokenizer_is_trained_once_for_each_size_split_and_python(data, monkeypatch):
   trained, version, original = [], ["3.11.7"], train_tokenizer.train
   data.name, data.files, data.train_split, data.max_bad_records = "python_source", "", "train", 0
