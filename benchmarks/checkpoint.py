@@ -1,16 +1,10 @@
-r"""The cost of checkpoints: seconds blocked, bytes per second, time to a first step, slower steps.
+r"""The cost of checkpoints: seconds blocked, bytes per second, time to a first step.
 
-  python -m benchmarks.checkpoint [--parts=start,loop,disk] [--repeats=9] [--mebibytes=384]
-    [--devices=1] [--trained_config=configs/dp4_tp2.py] [--starts=5] [--pairs=3] [--folder=DIR]
+  python -m benchmarks.checkpoint [--parts=start,disk] [--repeats=9] [--mebibytes=384]
+    [--devices=1] [--trained_config=configs/dp4_tp2.py] [--starts=5] [--folder=DIR]
 
 start: seconds from the command to the first step, of runs of main.py that restore a checkpoint and
 of runs from scratch, alternating. A run before them has filled the compilation cache.
-
-loop: seconds per step of runs of main.py that save every 20 steps, from step 20, before its save,
-to step 120, which includes five saves. They are compared in two ways: with runs that save only at
-the end, alternating; and within the runs, the 10 steps after each save with the 10 before it and
-the 10 that follow. Only the second counts: on 2 cores that others use, runs of a minute differ by
-tens of percent, neighbouring laps much less.
 
 disk: the state of an AdamW run, float32, random, `mebibytes` in all, split over the devices. A save
 is timed from the call until it is committed; blocked is the part that the caller waits. `dd
@@ -26,11 +20,9 @@ printed separately: that is what a process sees.
 Restores are timed with verification of all files (checkpoint.verify=full) and without (off),
 alternating; the files are in the page cache.
 
-Exits with 1 if a save reaches less than half of dd's bytes per second, or if saving slows the steps
-by 5 % or more.
+Exits with 1 if a save reaches less than half of dd's bytes per second.
 """
 
-import json
 import os
 import pathlib
 import re
@@ -49,13 +41,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.timing import ratio, spread
 from training.checkpointing.checkpointer import Checkpointer
 
-_PARTS = flags.DEFINE_list("parts", "start,loop,disk", "Which parts.")
+_PARTS = flags.DEFINE_list("parts", "start,disk", "Which parts.")
 _MEBIBYTES = flags.DEFINE_integer("mebibytes", 384, "disk: size of the state, MiB.", 1)
 _DEVICES = flags.DEFINE_integer("devices", 1, "disk: devices; simulated on a CPU.", 1)
 _REPEATS = flags.DEFINE_integer("repeats", 9, "disk: saves, and as many runs of dd.", 1)
-_CONFIG = flags.DEFINE_string("trained_config", "configs/dp4_tp2.py", "start, loop: trained.")
+_CONFIG = flags.DEFINE_string("trained_config", "configs/dp4_tp2.py", "start: trained.")
 _STARTS = flags.DEFINE_integer("starts", 5, "start: runs of each kind.", 1)
-_PAIRS = flags.DEFINE_integer("pairs", 3, "loop: runs of each kind.", 1)
 _SIMULATE = flags.DEFINE_bool(
   "checkpoint_simulate",
   False,
@@ -66,16 +57,13 @@ _FOLDER = flags.DEFINE_string("folder", "", "On the disk to be measured; a tempo
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LEAST_RATIO = 0.5
-MOST_SLOWDOWN = 1.05
-EVERY, LAP, LAST = 20, 10, 120  # steps: between saves, between log lines, of a run
-
 _LAYERS = 8
 
 
 def main(argv):
   del argv
   logging.set_verbosity(logging.ERROR)  # Orbax warns of saves that are waited for, as they are here
-  parts = {"start": _start, "loop": _loop, "disk": _disk}
+  parts = {"start": _start, "disk": _disk}
   unknown = [part for part in _PARTS.value if part not in parts]
   if unknown:
     raise app.UsageError(f"--parts: {', '.join(unknown)}; there are {', '.join(parts)}")
@@ -119,53 +107,6 @@ def first_step(text, *, restored):
       f"this run was to {'restore' if restored else 'start from scratch'}:\n{text}"
     )
   return float(re.search(r"first step finished ([\d.]+) s after the command", text)[1])
-
-
-def _loop(folder):
-  """Prints how much slower the steps of a run are that saves every 20; returns whether few."""
-  laps = {EVERY: [], 0: []}
-  for pair in range(_PAIRS.value):
-    for every in (EVERY, 0) if pair % 2 else (0, EVERY):
-      workdir = folder / f"every_{every}"
-      _train(
-        folder,
-        workdir,
-        f"--config.training.steps={LAST}",
-        f"--config.metrics.every_steps={LAP}",
-        f"--config.checkpoint.every_steps={every}",
-      )
-      lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-      laps[every].append(lap_seconds(lines))
-      shutil.rmtree(workdir)
-  print(f"{_CONFIG.value}: milliseconds per step, {LAST - EVERY} steps of each run")
-  means = {every: [1e3 * mean_seconds(run) for run in runs] for every, runs in laps.items()}
-  for every, found in means.items():
-    print(f"  saving {f'every {every}' if every else 'at the end'}: {spread(found, 0)}")
-  slowdown, within = ratio(means[EVERY], means[0]), slowdown_within(laps[EVERY])
-  print(f"  slowdown {within:.3f} (between laps), {slowdown:.3f} (between runs)")
-  return within < MOST_SLOWDOWN
-
-
-def lap_seconds(lines):
-  """Returns step -> seconds per step of the lap that ends there, from the one before step 20.
-
-  A lap begins where a line is logged, before the save that follows, so that each save's blocking,
-  and what it takes from the steps while it writes, is in the lap after it.
-  """
-  laps = {line["step"]: line["step_seconds"] for line in lines if "step_seconds" in line}
-  return {step: laps[step] for step in range(EVERY, LAST + 1, LAP)}
-
-
-def mean_seconds(laps):
-  """Returns the seconds per step after step 20."""
-  return statistics.mean(seconds for step, seconds in laps.items() if step > EVERY)
-
-
-def slowdown_within(runs):
-  """Returns the time of runs that save, over what it would be if no lap had a save in it."""
-  after = range(EVERY + LAP, LAST, EVERY)  # these laps have one
-  ratios = [2 * run[step] / (run[step - LAP] + run[step + LAP]) for run in runs for step in after]
-  return (1 + statistics.median(ratios)) / 2
 
 
 def _train(folder, workdir, *arguments):

@@ -77,11 +77,10 @@ def trained(variant: str, seed: int) -> tuple[float, float, State]:
   """Returns the mean loss of the last steps, the held-out loss, and the state."""
   job = variant_job(variant, seed)
   with rounding_dw_too(variant):
-    step, evaluate = (c.function for c in (job.compile_train_step(), job.compile_eval_step()))
-  data, places = splits.open_data(job), job.batch_shardings
-  batch = lambda number: data.train.batch(number, places)  # noqa: E731
-  state, losses = timing.trained(step, job.initial_state(), batch, STEPS.value)
-  loss = timing.held_out(evaluate, state, data.evaluation, places, HELD_OUT)
+    trainer = timing.Trainer(job)
+  data = splits.open_data(job)
+  state, losses = trainer.run(seed, data.train, STEPS.value)
+  loss = trainer.held_out(state, data.evaluation, HELD_OUT)
   return statistics.fmean(losses[-LAST:]), loss, state
 
 

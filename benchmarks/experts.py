@@ -1,12 +1,12 @@
 """A layer of experts beside plain loops over experts; tiles beside ragged_dot. Prints a table.
 
-  python -m benchmarks.experts [--layer_tokens=4096] [--layer_rounds=7]
+  python -m benchmarks.experts
 
 Value and gradients (of the tokens, the gates and the kernels) of one layer in float32 on one
-device, each token with `--layer_each` of `--layer_experts` experts. The loops are plain JAX and
-import nothing of the project: `every token` sends each token through each expert and multiplies by
-its gate, which is 0 for most; `own tokens` is a loop in Python over experts that picks each one's
-tokens, compiled by itself for each number of tokens, as eager frameworks do it. All ways take
+device, 4,096 tokens of width 256, each with 2 of 8 experts of width 512. The loops are plain JAX
+and import nothing of the project: `every token` sends each token through each expert and multiplies
+by its gate, which is 0 for most; `own tokens` is a loop in Python over experts that picks each
+one's tokens, compiled by itself for each number of tokens, as eager frameworks do it. All ways take
 turns; the table has the median of each one's processor time, and its ratio to that of `own tokens`.
 They must agree to rounding, or the exit code is 1.
 """
@@ -18,19 +18,14 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app
 
-from benchmarks.timing import in_turns
+from benchmarks.timing import in_turns, table
 from partitioning.parallel import expert_exchange
 from partitioning.parallel.expert_exchange import Exchange, grouped_matmul
 
-_TOKENS = flags.DEFINE_integer("layer_tokens", 4096, "Tokens.", 1)
-_WIDTH = flags.DEFINE_integer("layer_width", 256, "Width of the residual.", 1)
-_HIDDEN = flags.DEFINE_integer("layer_hidden", 512, "Hidden width of an expert.", 1)
-_EXPERTS = flags.DEFINE_integer("layer_experts", 8, "Experts.", 1)
-_EACH = flags.DEFINE_integer("layer_each", 2, "Experts of a token.", 1)
-_ROUNDS = flags.DEFINE_integer("layer_rounds", 7, "Timed runs of each way.", 1)
-
+TOKENS, WIDTH, HIDDEN, EXPERTS, EACH = 4096, 256, 512, 8, 2
+ROUNDS = 7
 TOLERANCE = 1e-5  # relative L2: float32 rounding of sums of thousands of terms
 TILE = 128
 
@@ -106,13 +101,12 @@ def own_tokens(x, gates, kernels, chosen):
   return np.sum(total**2), (dx, dgates, stacked)
 
 
-def inputs():
-  """Returns tokens, gates, kernels and the experts of each token, those drawn unevenly."""
+def inputs(n=TOKENS, d=WIDTH, f=HIDDEN, e=EXPERTS):
+  """Returns tokens [n, d], gates, kernels of e experts and those of each token, drawn unevenly."""
   draw = np.random.default_rng(0)
-  n, d, f, e = _TOKENS.value, _WIDTH.value, _HIDDEN.value, _EXPERTS.value
   x = draw.standard_normal((n, d), np.float32)
   scores = draw.standard_normal((n, e)) + draw.standard_normal(e) / 2
-  chosen = np.argsort(-scores, axis=1)[:, : _EACH.value].astype(np.int32)
+  chosen = np.argsort(-scores, axis=1)[:, :EACH].astype(np.int32)
   gates = draw.uniform(0.2, 1, chosen.shape).astype(np.float32)
   shapes = (e, d, f), (e, d, f), (e, f, d)
   kernels = tuple(draw.standard_normal(s, np.float32) * s[1] ** -0.5 for s in shapes)
@@ -139,19 +133,17 @@ def main(argv: list[str]) -> int:
   }
   given = inputs()
   results = {name: jax.block_until_ready(way(*given)) for name, way in ways.items()}
-  times = in_turns(
-    {name: functools.partial(way, *given) for name, way in ways.items()}, _ROUNDS.value
-  )
-  flops = 3 * 3 * 2 * _TOKENS.value * _EACH.value * _WIDTH.value * _HIDDEN.value
-  plain = statistics.median(times["own tokens"])
-  print(f"{_TOKENS.value} tokens, {_EACH.value} of {_EXPERTS.value} experts, jax {jax.__version__}")
-  print(f"\n{'':<14}  seconds  ratio  useful Gflop/s")
-  wrong = []
+  times = in_turns({name: functools.partial(way, *given) for name, way in ways.items()}, ROUNDS)
+  flops = 3 * 3 * 2 * TOKENS * EACH * WIDTH * HIDDEN
+  plain, rows, wrong = statistics.median(times["own tokens"]), [], []
   for name, seconds in times.items():
     median = statistics.median(seconds)
-    print(f"{name:<14}  {median:7.3f}  {median / plain:5.2f}  {flops / median / 1e9:14.1f}")
+    numbers = f"{median:.3f}", f"{median / plain:.2f}", f"{flops / median / 1e9:.1f}"
+    rows.append([name, *numbers])
     if (apart := distance(results[name], results["own tokens"])) > TOLERANCE:
       wrong.append(f"{name}: differs from the loop over its own tokens by {apart:.1e}")
+  print(f"{TOKENS} tokens, {EACH} of {EXPERTS} experts, jax {jax.__version__}")
+  print(table(("way", "seconds", "ratio", "useful Gflop/s"), rows))
   print("\n".join(wrong), file=sys.stderr)
   return 1 if wrong else 0
 

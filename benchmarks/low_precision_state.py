@@ -1,14 +1,12 @@
 r"""Loss with parameters and optimizer state in fewer bytes, beside that of float32.
 
-  python -m benchmarks.low_precision_state [--steps=200] [--seeds=3] [--only=float32,int8]
-    [--output=losses.jsonl] [--set=optimizer.beta_2=0.999,...]
+  python -m benchmarks.low_precision_state [--steps=200] [--seeds=3]
+    [--set=optimizer.beta_2=0.999,...]
 
 Trains the recipe `lm` on one device, each variant with each seed, and prints a table: bytes of
 parameters and of moments per parameter, the mean loss of the last tenth of the steps, the loss on
 eight batches that were held out, and the processor time of a step over that of float32, the median
 of steps that are taken in turn. All variants see the same batches with the same seed.
-
-With --output each run is written as it ends, and is not repeated by the next call.
 
   python -m benchmarks.low_precision_state --codes [--steps=100]
 
@@ -17,9 +15,8 @@ moments of a float32 run are from what is stored of them, and the update that fo
 """
 
 import json
-import pathlib
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,11 +25,12 @@ import numpy as np
 from absl import app, flags
 from ml_collections import ConfigDict
 
-from benchmarks.timing import held_out, in_turns, job_of, resolved, spread, table, trained
+from benchmarks.timing import Trainer, in_turns, job_of, resolved, spread, table
 from planning.search import stepper
 from runtime import devices
 from training import splits
 from training.optimizers.low_precision import BLOCK, Blocks, decode_blocks, encode_blocks
+from training.setup import Job
 
 VARIANTS: dict[str, dict[str, Any]] = {
   "float32": {},
@@ -54,75 +52,39 @@ ROUNDS = 8  # steps of each variant whose times are compared
 
 STEPS = flags.DEFINE_integer("steps", 200, "Steps of each run.", 1)
 SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each variant.", 1)
-ONLY = flags.DEFINE_list("only", [], "Words of the variants to run; all by default.")
-OUTPUT = flags.DEFINE_string("output", "", "A file of JSON lines, one for each run.")
 CODES = flags.DEFINE_bool("codes", False, "Compare ways to store moments in 8 bits.")
 SET = flags.DEFINE_list("set", [], "Keys of the config, key=value.")
 
 
-class Variant:
-  """A compiled job of the recipe `lm` on one device.
+def keys_of(own: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the keys of the config of a variant."""
+  given = dict(text.split("=", 1) for text in SET.value)
+  return {"training.steps": STEPS.value, **{k: json.loads(v) for k, v in given.items()}, **own}
 
-  Random bits of rounding follow from the config's seed in all runs; what differs between them is
-  the first parameters and the order of the data.
+
+def config_of(own: Mapping[str, Any], seed: int) -> ConfigDict:
+  """Returns the config of a variant's data with a seed.
+
+  Random bits of rounding follow from the seed 0 in all runs; what differs between them is the first
+  parameters and the order of the data.
   """
-
-  def __init__(self, keys: Mapping[str, Any]):
-    """Compiles it with these keys of the config."""
-    given = dict(text.split("=", 1) for text in SET.value)
-    parsed = {key: json.loads(value) for key, value in given.items()}
-    self._keys = {"training.steps": STEPS.value, **parsed, **keys}
-    self.job = job_of("lm", {**self._keys, "seed": 0})
-    self.init = self.job.compile_init().function
-    self.step = self.job.compile_train_step().function
-    self._evaluate = self.job.compile_eval_step().function
-
-  def _config(self, seed: int) -> ConfigDict:
-    return resolved("lm", {**self._keys, "seed": seed})
-
-  def batches(self, seed: int) -> Callable[[int], Mapping[str, jax.Array]]:
-    """Returns the training batches in the order of a seed."""
-    data = splits.training_batches(self._config(seed))
-    return lambda step: data.batch(step, self.job.batch_shardings)
-
-  def trained(self, seed: int) -> dict[str, float]:
-    """Returns the losses of a run."""
-    state = self.init(jax.random.key(seed))
-    state, losses = trained(self.step, state, self.batches(seed), STEPS.value)
-    batches, places = splits.evaluation_batches(self._config(seed)), self.job.batch_shardings
-    return {
-      "training": float(np.mean(losses[-max(1, STEPS.value // 10) :])),
-      "held_out": held_out(self._evaluate, state, batches, places, EVALUATION_BATCHES),
-    }
-
-  def bytes_per_parameter(self) -> tuple[float, float]:
-    """Returns the bytes of parameters and of optimizer state, over the number of parameters."""
-    state = self.job.state
-    count = sum(x.size for x in jax.tree.leaves(state.params))
-    of_params, of_state = (
-      sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / count
-      for tree in (state.params, state.optimizer)
-    )
-    return of_params, of_state
+  return resolved("lm", {**keys_of(own), "seed": seed})
 
 
-def run_all(variants: Mapping[str, Variant]) -> list[dict[str, Any]]:
-  """Returns a record for each run, those of the output file included."""
-  output = pathlib.Path(OUTPUT.value) if OUTPUT.value else None
-  lines = output.read_text().splitlines() if output and output.exists() else []
-  records = [json.loads(line) for line in lines]
-  records = [one for one in records if (one["steps"], one["set"]) == (STEPS.value, SET.value)]
-  there = {(one["variant"], one["seed"]) for one in records}
-  for seed in range(SEEDS.value):
-    for name, one in variants.items():
-      if (name, seed) in there:
-        continue
-      record = {"variant": name, "seed": seed, "steps": STEPS.value, "set": SET.value}
-      records.append({**record, **one.trained(seed)})
-      if output:
-        with output.open("a") as file:
-          file.write(json.dumps(records[-1]) + "\n")
-  return records
+def losses_of(trainer: Trainer, own: Mapping[str, Any], seed: int) -> tuple[float, float]:
+  """Returns the mean loss of the last steps of a run, and the one that was held out."""
+  config = config_of(own, seed)
+  state, losses = trainer.run(seed, splits.training_batches(config), STEPS.value)
+  held_out = trainer.held_out(state, splits.evaluation_batches(config), EVALUATION_BATCHES)
+  return float(np.mean(losses[-max(1, STEPS.value // 10) :])), held_out
+
+
+def bytes_per_parameter(job: Job) -> list[str]:
+  """Returns the bytes of parameters and of optimizer state, over the number of parameters."""
+  count = sum(x.size for x in jax.tree.leaves(job.state.params))
+  trees = (job.state.params, job.state.optimizer)
+  sizes = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in trees)
+  return [f"{size / count:.2f}" for size in sizes]
 
 
 # ---- Ways to store a moment in 8 bits ----
@@ -187,9 +149,8 @@ WAYS = {
 
 def compare_codes() -> None:
   """Prints a table of the ways; a line's numbers are root mean squares over those of float32."""
-  variant = Variant({})
-  state = variant.init(jax.random.key(0))
-  state, _ = trained(variant.step, state, variant.batches(0), STEPS.value)
+  trainer = Trainer(job_of("lm", {**keys_of({}), "seed": 0}))
+  state, _ = trainer.run(0, splits.training_batches(config_of({}, 0)), STEPS.value)
   moments = []
   for tree in (state.optimizer[0].mu, state.optimizer[0].nu):
     leaves = [x for x in jax.tree.leaves(tree) if x.size >= 4096]
@@ -215,22 +176,17 @@ def main(_) -> None:
   if CODES.value:
     compare_codes()
     return
-  words = ONLY.value
-  variants = {
-    name: Variant(keys)
-    for name, keys in VARIANTS.items()
-    if not words or any(word in name for word in words)
+  trainers = {
+    name: Trainer(job_of("lm", {**keys_of(own), "seed": 0})) for name, own in VARIANTS.items()
   }
-  records = run_all(variants)
-  steps = {name: stepper(one.job, one.step) for name, one in variants.items()}
+  steps = {name: stepper(one.job, one.step) for name, one in trainers.items()}
   times = {name: statistics.median(x) for name, x in in_turns(steps, ROUNDS).items()}
-  first = next(iter(times.values()))
   rows = []
-  for name, one in variants.items():
-    mine = [record for record in records if record["variant"] == name]
-    params, moments = one.bytes_per_parameter()
-    losses = (spread([r[what] for r in mine], 3, np.mean) for what in ("training", "held_out"))
-    rows.append([name, f"{params:.2f}", f"{moments:.2f}", *losses, f"{times[name] / first:.2f}"])
+  for name, one in trainers.items():
+    found = [losses_of(one, VARIANTS[name], seed) for seed in range(SEEDS.value)]
+    losses = (spread(some, 3, np.mean) for some in zip(*found, strict=True))
+    share = f"{times[name] / times['float32']:.2f}"
+    rows.append([name, *bytes_per_parameter(one.job), *losses, share])
   print(table(("stored", "parameters", "moments", "last losses", "held out", "step"), rows))
 
 

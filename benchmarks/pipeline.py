@@ -1,6 +1,6 @@
 """A pipeline's ticks beside the same layers without a pipeline, on simulated CPU devices.
 
-  python -m benchmarks.pipeline [--pipeline_stages=4] [--pipeline_rounds=5]
+  python -m benchmarks.pipeline [--pipeline_rounds=5]
 
 Both programs are complete train steps of one decoder on the same batch. The plain one runs on one
 device, accumulates the gradients of as many microbatches, and computes each layer's forward pass
@@ -22,12 +22,9 @@ from planning import prediction
 from planning.search import stepper
 from training.setup import Job
 
-_STAGES = flags.DEFINE_integer("pipeline_stages", 4, "Stages.", 2)
-_MICROBATCHES = flags.DEFINE_integer("pipeline_microbatches", 16, "Microbatches.", 1)
-_LENGTH = flags.DEFINE_integer("pipeline_length", 256, "Tokens of a row.", 1)
-_WIDTH = flags.DEFINE_integer("pipeline_width", 256, "Width of the residual.", 8)
 _ROUNDS = flags.DEFINE_integer("pipeline_rounds", 5, "Timed steps of each program.", 1)
 
+STAGES, MICROBATCHES, LENGTH, WIDTH = 4, 16, 256, 256
 SCHEDULES = {
   "1f1b": {"training.pipeline": "1f1b"},
   "1f1b, conditional ends": {
@@ -42,13 +39,13 @@ SCHEDULES = {
 def decoder(**keys) -> Job:
   """Returns the job of a decoder with two layers for each of two chunks per stage."""
   shared = {
-    "model.layers": 4 * _STAGES.value,
-    "model.model_size": _WIDTH.value,
-    "model.feedforward_size": 3 * _WIDTH.value,
+    "model.layers": 4 * STAGES,
+    "model.model_size": WIDTH,
+    "model.feedforward_size": 3 * WIDTH,
     "model.heads": 4,
     "model.kv_heads": 4,
-    "data.sequence_length": _LENGTH.value,
-    "data.global_batch_size": _MICROBATCHES.value,
+    "data.sequence_length": LENGTH,
+    "data.global_batch_size": MICROBATCHES,
     "training.attention_kernel": "xla",
     "training.loss_chunks": 1,
   }
@@ -58,13 +55,10 @@ def decoder(**keys) -> Job:
 def main(argv: list[str]) -> None:
   """Prints the table."""
   del argv
-  jax.config.update("jax_num_cpu_devices", _STAGES.value)
-  count = _MICROBATCHES.value
-  plain = {
-    "training.gradient_accumulation_steps": count,
-    "training.rematerialization": "full",
-  }
-  stages = {"mesh.stage": _STAGES.value, "training.microbatches": count}
+  jax.config.update("jax_num_cpu_devices", STAGES)
+  plain = {"training.gradient_accumulation_steps": MICROBATCHES}
+  plain["training.rematerialization"] = "full"
+  stages = {"mesh.stage": STAGES, "training.microbatches": MICROBATCHES}
   jobs = {"one device": decoder(**plain)}
   jobs |= {name: decoder(**stages, **keys) for name, keys in SCHEDULES.items()}
   programs = {name: one.compile_train_step().function for name, one in jobs.items()}
@@ -77,10 +71,10 @@ def main(argv: list[str]) -> None:
   losses = [float(take()["loss"]) for take in takes.values()]
   assert np.allclose(losses, losses[0], rtol=1e-4), losses
   first = seconds["one device"]
-  rows = [["one device", str(count), f"{first:.2f}", "1.00", "1.00"]]
+  rows = [["one device", str(MICROBATCHES), f"{first:.2f}", "1.00", "1.00"]]
   for name in SCHEDULES:
     schedule = jobs[name].program.pipeline
-    tick = seconds[name] / (schedule.forward_ticks / schedule.chunks) / (first / count)
+    tick = seconds[name] / (schedule.forward_ticks / schedule.chunks) / (first / MICROBATCHES)
     ratios = f"{seconds[name] / first:.2f}, {predicted[name] / predicted['one device']:.2f}"
     cells = [str(schedule.forward_ticks), f"{seconds[name]:.2f}", f"{tick:.2f}", ratios]
     rows.append([name, *cells])

@@ -21,9 +21,8 @@ costs whose state is compared with what the step before has left.
 import contextlib
 import dataclasses
 import importlib
-import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -32,6 +31,7 @@ import numpy as np
 from absl import app, flags
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks import timing
 from commands import config_flag
 from models import transformer
 from partitioning.rules import named_leaves, nested
@@ -198,38 +198,41 @@ def memory_trial(job: Job, kind: str, kept: KeptState, step_of: Any, chance: Any
   return False
 
 
-def cost_of_digests(job: Job, kept: KeptState, turns: int = 40) -> float:
-  """Returns the time of a step with digests over that of one without: of medians, in turns."""
-  both = [job.compile_train_step().function, kept.compile_train_step().function]
-  states, seconds = [jobs.first_state(job) for _ in both], [[], []]
-  kept.forget()
-  for number in range(1, turns + 1):
-    batch = jobs.place(job, jobs.host_batch(job, number - 1))
-    for which, step_of in enumerate(both):
-      began = time.perf_counter()
-      states[which], found = step_of(states[which], batch)
-      if which:
-        kept.after_step(number, found)
-      jax.block_until_ready(states[which])
-      seconds[which].append(time.perf_counter() - began)
-  return statistics.median(b / a for a, b in zip(*seconds, strict=True))
+def costs(job: Job) -> tuple[float, float]:
+  """Returns the time of a step computed twice, and of one with digests, over that of another."""
 
+  def way(step_of: Any, before: Any = None, after: Any = None) -> Callable[[], None]:
+    state, number = jobs.first_state(job), 0
 
-def cost(job: Job, again: RecomputedSteps, turns: int = 20) -> float:
-  """Returns the time of computing a step once more, over that of a step: medians of turns."""
-  step_of, state, extra, plain = job.compile_train_step().function, jobs.first_state(job), [], []
-  for number in range(1, turns + 1):
-    batch = jobs.place(job, jobs.host_batch(job, number - 1))
-    began = time.perf_counter()
-    again.before_step(number, state, batch)
-    between = time.perf_counter()
-    state, _ = step_of(state, batch)
-    jax.block_until_ready(state)
-    ended = time.perf_counter()
-    again.after_step(number, state)
-    plain.append(ended - between)
-    extra.append(time.perf_counter() - began - plain[-1])
-  return statistics.median(extra) / statistics.median(plain)
+    def take() -> None:
+      nonlocal state, number
+      batch, number = jobs.place(job, jobs.host_batch(job, number)), number + 1
+      if before:
+        before(number, state, batch)
+      state, found = step_of(state, batch)
+      if after:
+        after(number, state, found)
+      jax.block_until_ready(state)
+
+    return take
+
+  plain, again, kept = (
+    job.compile_train_step().function,
+    RecomputedSteps(job, 1, 0),
+    KeptState(job, late=False),
+  )
+  ways = {
+    "plain": way(plain),
+    "again": way(
+      plain, again.before_step, lambda number, state, _: again.after_step(number, state)
+    ),
+    "kept": way(
+      kept.compile_train_step().function,
+      after=lambda number, _, found: kept.after_step(number, found),
+    ),
+  }
+  seconds = timing.in_turns(ways, 20, time.perf_counter)
+  return tuple(timing.ratio(seconds[name], seconds["plain"]) for name in ("again", "kept"))
 
 
 def main(_: list[str]) -> None:
@@ -238,31 +241,26 @@ def main(_: list[str]) -> None:
   plain = jobs.make_job(_STRATEGY.value, "lm")
   job = FaultyJob(**{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)})
   tools = job.compile_train_step().function, RecomputedSteps(job, 1, 0), jobs.replica_check(job)
-  print(
-    "| bit flipped in | faults | the step computed again differs | not finite | replicas differ |"
-  )
-  print("| --- | --- | --- | --- | --- |")
+  rows = []
   for number, kind in enumerate(KINDS):
     chance = np.random.default_rng([_SEED.value, number])
     found = [one_trial(job, kind, chance, tools) for _ in range(_TRIALS.value)]
     counts = [sum(name in one for one in found) for name in ("again", "loss", "replicas")]
-    print(f"| {kind} | {len(found)} | {' | '.join(map(str, counts))} |", flush=True)
+    rows.append([kind, str(len(found)), *map(str, counts)])
+  head = ("bit flipped in", "faults", "computed again, differs", "not finite", "replicas differ")
+  print(timing.table(head, rows), flush=True)
   kept = KeptState(plain, late=False)
   step_of = kept.compile_train_step().function
   for number, kind in enumerate(KINDS[:2]):
     chance = np.random.default_rng([_SEED.value, number])
-    trials = range(_TRIALS.value)
-    found = sum(memory_trial(plain, kind, kept, step_of, chance) for _ in trials)
-    print(
-      f"changed in memory, a {kind}: {found} of {len(trials)} found by the next step", flush=True
-    )
+    count = _TRIALS.value
+    found = sum(memory_trial(plain, kind, kept, step_of, chance) for _ in range(count))
+    print(f"changed in memory, a {kind}: {found} of {count} found by the next step", flush=True)
   sizes = importlib.import_module(f"configs.{_STRATEGY.value}").get_config("lm")
   sizes = {key: value for key, value in config_flag.leaves(sizes) if key in jobs.SMALL["lm"]}
-  usual = jobs.make_job(_STRATEGY.value, "lm", **sizes)
-  ratio = cost(usual, RecomputedSteps(usual, 1, 0))
-  print(f"a step computed again takes {ratio:.2f} of a step: {ratio:.2f} % every 100 steps")
-  ratio = cost_of_digests(usual, KeptState(usual, late=False))
-  print(f"a step whose state is compared with what was left takes {ratio:.3f} of a step")
+  again, kept = costs(jobs.make_job(_STRATEGY.value, "lm", **sizes))
+  print(f"a step computed twice takes {again:.2f} of another: {again - 1:.2f} % every 100 steps")
+  print(f"a step whose state is compared with what was left takes {kept:.3f} of another")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from configs import single
 from configs.schema import finalize, validate
-from input_pipeline.batches import EvaluationBatches
+from input_pipeline.batches import EvaluationBatches, TrainingBatches
 from partitioning.mesh_sizes import resolve_sizes
 from runtime.devices import Devices
 from training.setup import Job, prepare
@@ -65,6 +65,37 @@ def held_out(
     sums = jax.device_get(evaluate(state.params, batches.batch(number, shardings), *more))
     total, weight = total + float(sums["loss"]), weight + float(sums["weight"])
   return total / weight
+
+
+class Trainer:
+  """Runs of one job, whose programs are compiled once.
+
+  Attributes:
+    job: prepared.
+    step: its compiled train step.
+    initial_state: key -> the first state.
+  """
+
+  def __init__(self, job: Job):
+    """Compiles the programs."""
+    self.job, self.step = job, job.compile_train_step().function
+    self.initial_state = job.compile_init().function
+    self._evaluate = job.compile_eval_step().function
+
+  def run(self, seed: int, batches: TrainingBatches, steps: int) -> tuple[State, list[float]]:
+    """Returns the state after some steps, and the loss of each.
+
+    Args:
+      seed: of the parameters.
+      batches: that are trained on.
+      steps: how many.
+    """
+    batch = lambda number: batches.batch(number, self.job.batch_shardings)  # noqa: E731
+    return trained(self.step, self.initial_state(jax.random.key(seed)), batch, steps)
+
+  def held_out(self, state: State, batches: EvaluationBatches, count: int) -> float:
+    """Returns the mean loss of the first batches of an evaluation split, in nats per token."""
+    return held_out(self._evaluate, state, batches, self.job.batch_shardings, count)
 
 
 def in_turns(

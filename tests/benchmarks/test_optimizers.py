@@ -1,25 +1,18 @@
 """The comparison of optimizers: which runs it makes, what it keeps, and its page and picture."""
 
 import math
-from xml.etree import ElementTree
 
 import pytest
+from absl import app
 
 from benchmarks import optimizers
-from benchmarks.optimizers import Bench, Found, Results, Run, Steps, from_adamw, to_adamw
-from configs.keys import table
-from runtime.devices import Devices
+from benchmarks.optimizers import DOCS, Found, Results, Run, Steps, from_adamw, to_adamw
+from benchmarks.timing import job_of
+from tests.docs.pages import section
 from tests.helpers.compiling import FAST
-from training import setup, splits
+from training import splits
 
-NAMES = ("adamw", "schedule_free_adamw")
-ONE = Devices("cpu", True, dict.fromkeys(table.section("mesh"), 1))
 SMALL = {"model.model_size": 8, "data.global_batch_size": 16, "compiler_options": FAST}
-
-
-def bowl(best):
-  """Returns a function from learning rates to a loss that is least at one."""
-  return lambda rate: abs(math.log2(rate / best))
 
 
 @pytest.mark.parametrize(
@@ -31,71 +24,47 @@ def bowl(best):
   ],
 )
 def test_learning_rates_are_tried_around_the_prior_and_beyond_the_border(best, wanted):
-  losses, loss = {}, bowl(best)
+  losses = {}
   for rate in wanted:
     found = optimizers.next_rate(1.0, losses)
     assert found == pytest.approx(rate)
-    losses[found] = loss(found) - (found == 2) * 0.1
+    losses[found] = abs(math.log2(found / best)) - (found == 2) * 0.1
 
 
-@pytest.fixture
-def toy(monkeypatch):
-  """Sets one trial of two steps, and budgets of two and four steps with two seeds."""
-  for name, value in {"TRIAL": 2, "TRIALS": 1, "MOST_TRIALS": 1, "BUDGETS": (2, 4)}.items():
-    monkeypatch.setattr(optimizers, name, value)
-  monkeypatch.setattr(optimizers, "SEEDS", (0, 1))
-  monkeypatch.setattr(optimizers, "MEAN_OF", 2)
-  monkeypatch.setattr(optimizers, "FEWEST", 1)
+def test_runs_are_made_once_and_kept(tmp_path):
+  made = []
 
+  def make(run):
+    made.append(run)
+    return {"validation": abs(math.log2(run.learning_rate / 8e-3)) + run.seed, "training": []}
 
-def test_runs_are_made_once_kept_and_written(toy, tmp_path, monkeypatch):
-  bench = Bench(ONE, "mlp", **SMALL)
-  results = Results(tmp_path / "optimizers.json")
-  optimizers.make_all(bench, NAMES, results)
-  # Of each: the trial; then the other seed of two steps, and two of four; AdamW's of one step.
-  assert len(results.runs) == 2 * (1 + 1 + 2) + 2
+  names = "adamw", "schedule_free_adamw"
+  results = Results(tmp_path / "optimizers.json", make)
+  found = {name: optimizers.found_of(name, results) for name in names}
+  # Of each four trials, the other two seeds of 50 steps, three of 100 and of 200; AdamW's of 25.
+  assert len(made) == len({*made}) == 2 * (4 + 2 + 3 + 3) + 3
+  assert found["adamw"].losses[100] == {0: 0.0, 1: 1.0, 2: 2.0}
   again = Results(tmp_path / "optimizers.json")
-  assert again.runs == results.runs
-  monkeypatch.setattr(Bench, "make", None)
-  optimizers.make_all(bench, NAMES, again)
-  for name in NAMES:
-    found = optimizers.found_of(name, again)
-    seeds = found.losses[4]
-    assert seeds[0] != seeds[1]
-    assert all(0 < loss < 3 for loss in seeds.values())  # log 10 is 2.3
-    assert [len(curve) for curve in found.curves[4]] == [2, 2]
-  written = tmp_path / "optimizers.md"
-  written.write_text("# Optimizers\n\n## Optimizers beside AdamW\n\nstale\n\n## SOAP\n")
-  optimizers.write(NAMES, again, tmp_path)
-  page = written.read_text()
-  assert page.startswith("# Optimizers\n")
-  assert page.endswith("\n\n## SOAP\n")
-  assert "| `schedule_free_adamw` |" in page
-  assert "**Not all is measured yet**: the time of a step (" in page
-  assert optimizers.left(["adamw", "muon"], again).startswith("trials of `muon`, the time of")
-  ElementTree.fromstring((tmp_path / optimizers.PICTURE).read_text())
+  assert {name: optimizers.found_of(name, again) for name in names} == found
+  with pytest.raises(app.UsageError, match=r"muon, 0\.008, 50 steps, seed 0 is not made"):
+    optimizers.found_of("muon", again)
 
 
-def test_a_run_is_one_at_its_learning_rate_and_a_diverged_one_is_infinite(toy):
-  bench = Bench(ONE, "mlp", **SMALL, **{"optimizer.clip_norm": 0.0})
-  losses = bench.make(Run("adamw", 1e30, 4, 0))
+def test_a_run_is_one_at_its_learning_rate_and_a_diverged_one_is_infinite(monkeypatch):
+  monkeypatch.setattr(optimizers, "MEAN_OF", 2)
+  keys = {**SMALL, "optimizer.clip_norm": 0.0}
+  losses = optimizers.losses_of(Run("adamw", 1e30, 2, 0), "mlp", **keys)
   assert losses == {"validation": math.inf, "training": []}
-  job = setup.prepare(optimizers.config_of("mlp", "adamw", 0.02, 4, bench.overrides), ONE)
+  keys |= {"optimizer.name": "adamw", "optimizer.learning_rate": 0.02, "training.steps": 4}
+  job = job_of("mlp", keys)
   step, state, plain = job.compile_train_step().function, job.initial_state(), []
   batches = splits.open_data(job).train
   for number in range(4):
     state, metrics = step(state, batches.batch(number, job.batch_shardings))
     plain.append(float(metrics["loss"]))
-  made = bench.make(Run("adamw", 0.02, 4, 0))["training"]
-  assert made == pytest.approx([sum(plain[:2]) / 2, sum(plain[2:]) / 2], rel=1e-4)
-
-
-# ---- What follows from the losses ----
-
-
-def found(losses, times=()):
-  """Returns what was found of an optimizer, of budget -> seed -> loss."""
-  return Found({0.5: 3.0, 1.0: math.inf}, 0.5, losses, {50: [[3.0, 2.5, 2.4]]}, times)
+  made = optimizers.losses_of(Run("adamw", 0.02, 4, 0), "mlp", **keys)
+  assert made["training"] == pytest.approx([sum(plain[:2]) / 2, sum(plain[2:]) / 2], rel=1e-4)
+  assert 0 < made["validation"] < 3  # log 10 is 2.3
 
 
 def test_steps_are_interpolated_over_their_logarithm_and_never_beyond_the_budgets():
@@ -107,9 +76,14 @@ def test_steps_are_interpolated_over_their_logarithm_and_never_beyond_the_budget
 
 
 def test_ratios_are_of_seeds_to_either_s_loss():
-  adamw = found({50: {0: 3.0, 1: 3.2}, 200: {0: 2.0, 1: 2.4}})
-  faster = found({50: {0: 2.5, 1: 2.8}, 200: {0: 1.5, 1: 2.0}})
-  slower = found({50: {0: 3.5, 1: 3.6}, 200: {0: 2.5, 1: 2.8}})
+  adamw, faster, slower = (
+    Found({}, losses, {}, [])
+    for losses in (
+      {50: {0: 3.0, 1: 3.2}, 200: {0: 2.0, 1: 2.4}},
+      {50: {0: 2.5, 1: 2.8}, 200: {0: 1.5, 1: 2.0}},
+      {50: {0: 3.5, 1: 3.6}, 200: {0: 2.5, 1: 2.8}},
+    )
+  )
 
   def ratios(function, *arguments):
     return [(pytest.approx(one.value), one.side) for one in function(*arguments)]
@@ -119,20 +93,11 @@ def test_ratios_are_of_seeds_to_either_s_loss():
   assert ratios(to_adamw, faster, adamw, 50) == [(1.0, "more"), (1.0, "more")]
   assert ratios(from_adamw, faster, adamw, 50) == [(2.0, ""), (2.0, "")]
   assert ratios(from_adamw, slower, adamw, 200) == [(0.5, ""), (0.5, "")]
-  assert ratios(from_adamw, adamw, adamw, 200) == [(1.0, ""), (1.0, "")]
 
 
-def test_the_page_and_the_picture_say_what_was_found():
-  of_adamw = {50: {0: 3.0, 1: 3.2}, 200: {0: 2.0, 1: 2.4}}
-  results = {
-    "adamw": found(of_adamw, [1.0, 1.0]),
-    "muon": found({50: {0: 2.5, 1: 2.8}, 200: {0: 1.5, 1: 2.0}}, [1.1, 1.3]),
-  }
-  page = optimizers.page_text(results, 50, (200, 50), 8)
-  assert "| `adamw` | 0.5 | 3.100 (3.000 to 3.200) | 2.200 (2.000 to 2.400) |" in page
-  assert "| `muon` | 2.00 (2.00 to 2.00) | 2.00 (2.00 to 2.00) | 1.20 (1.10 to 1.30) |" in page
-  assert "| `muon` | **0.5: 3.000**, 1: diverged |" in page
-  svg = ElementTree.fromstring(optimizers.picture(results, 10))
-  space = "{http://www.w3.org/2000/svg}"
-  assert {"adamw", "muon"} < {text.text for text in svg.iter(f"{space}text")}
-  assert optimizers.picture(results, 10) == optimizers.picture(results, 10)
+def test_the_page_and_the_picture_are_those_of_the_runs():
+  results = Results(DOCS / "optimizers.json")
+  found = {name: optimizers.found_of(name, results) for name in optimizers.SETTINGS}
+  page = (DOCS / "optimizers.md").read_text()
+  assert optimizers.page_text(found) == section(page, "## Optimizers beside AdamW")
+  assert optimizers.picture(found) == (DOCS / optimizers.PICTURE).read_text()
