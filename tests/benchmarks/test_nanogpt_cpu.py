@@ -1,28 +1,8 @@
-"""The benchmark beside PyTorch on a CPU, without PyTorch: names, batches of a text."""
+"""The benchmark beside PyTorch on a CPU, without PyTorch: batches of a text."""
 
 import numpy as np
-import pytest
 
-from benchmarks import gpu, gpu_protocol, nanogpt_cpu
-from partitioning.mesh_sizes import AXES
-from partitioning.rules import named_leaves
-from runtime.devices import Devices
-
-
-@pytest.mark.parametrize("name", nanogpt_cpu.MODELS)
-def test_each_parameter_has_its_place_in_pytorch(name, tmp_path):
-  told = nanogpt_cpu.job(name, tmp_path, "", 10)
-  one = Devices("cpu", simulated=True, sizes=dict.fromkeys(AXES, 1))
-  job = gpu.prepare(told["recipe"], told["overrides"], one)
-  places = gpu_protocol.torch_names(gpu.sizes(job, told["family"])).values()
-  taken = [(file.replace(".", "/"), layer) for file, layer, _ in places]
-  there = {
-    (leaf, layer)
-    for leaf in named_leaves(job.state.params)
-    for layer in (range(4) if leaf.startswith("layers/") else (None,))
-  }
-  assert {*taken} == there
-  assert len(taken) == len(there)
+from benchmarks import gpu_protocol, nanogpt_cpu
 
 
 def test_batches_of_a_text_are_a_function_of_the_step(tmp_path):

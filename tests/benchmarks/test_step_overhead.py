@@ -11,7 +11,7 @@ from training import setup
 
 # Sizes are distinct, so that a swapped dim cannot pass.
 SMALL = {
-  **{"model.layers": 3, "model.model_size": 32, "model.feedforward_size": 40, "model.heads": 8},
+  **{"model.layers": 1, "model.model_size": 32, "model.feedforward_size": 40, "model.heads": 8},
   **{"model.kv_heads": 2, "data.global_batch_size": 8, "data.sequence_length": 12},
 }
 

@@ -105,7 +105,7 @@ def test_a_device_must_have_the_gaps_between_buffers_too():
 
 
 def test_a_compiled_program_is_kept_under_what_it_is_lowered_to(tmp_path, monkeypatch):
-  """Steps and the learning rate are numbers in it; layers, rows and compiler options are more."""
+  """Steps and the learning rate are numbers in it; sizes, rows and compiler options are more."""
   compilations = []
 
   def compile_with(*arguments):
@@ -115,26 +115,22 @@ def test_a_compiled_program_is_kept_under_what_it_is_lowered_to(tmp_path, monkey
   monkeypatch.setattr(aot.compiler_options, "compile_with", compile_with)
   monkeypatch.setattr(aot, "memory_of", lambda *_: (1000, 10))
 
-  def text(topology="v5e:4x2", **changes):
-    config = dp8.get_config("lm")
+  def text(recipe="mlp", topology="v5e:4x2", **changes):
+    config = dp8.get_config(recipe)
     given = {"training.steps": 100, "optimizer.warmup_steps": 10, **changes}
     config.update_from_flattened_dict(given)
     ready = aot.prepare(config, parse("cpu:8"), ())
     return aot.compile_step(ready, kept=str(tmp_path / topology)).text
 
-  first = text()
   alike = {"training.steps": 321, "optimizer.warmup_steps": 17, "optimizer.learning_rate": 0.02}
-  alike |= {
-    "optimizer.weight_decay": 0.02,
-    "seed": 5,
-    "evaluation.every_steps": 3,
-    "checkpoint.every_steps": 7,
-  }
-  assert text(**alike) == text() == first
-  others = [{"model.layers": 4}, {"data.global_batch_size": 128}]
+  alike |= {"optimizer.weight_decay": 0.02, "seed": 5, "evaluation.every_steps": 3}
+  first, decoder = text(), text("lm")
+  assert (text("lm", **alike), text(**alike)) == (decoder, first)
+  others = [{"model.model_size": 64}, {"data.global_batch_size": 128}]
   others += [{"training.gradient_accumulation_steps": count} for count in (2, 4)]
   others += [{"compiler_options": "xla_cpu_enable_fast_math=true"}, {"topology": "v6e:4x2"}]
-  assert len({first, *(text(**more) for more in others)}) == len(compilations) == 1 + len(others)
+  texts = {first, decoder, *(text(**more) for more in others)}
+  assert len(texts) == len(compilations) == 2 + len(others)
 
 
 def test_a_kept_program_is_read_as_it_was():

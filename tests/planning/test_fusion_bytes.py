@@ -5,78 +5,6 @@ import pytest
 from tests.runtime.instructions import entry, work_of
 
 
-def test_of_a_slice_the_slice_is_read():
-  text = """HloModule m
-
-%inside (p: f32[32,64], i: s32[]) -> f32[1,64] {
-  %p = f32[32,64]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %zero = s32[] constant(0)
-  %slice = f32[1,64]{1,0} dynamic-slice(%p, %i, %zero), dynamic_slice_sizes={1,64}
-  ROOT %double = f32[1,64]{1,0} add(%slice, %slice)
-}
-
-ENTRY %main (a: f32[32,64], i: s32[]) -> f32[1,64] {
-  %a = f32[32,64]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  ROOT %fused = f32[1,64]{1,0} fusion(%a, %i), kind=kLoop, calls=%inside
-}
-"""
-  assert work_of(text, "fused").bytes == 4 * 64 + 4 + 4 * 64
-
-
-def test_an_array_updated_in_place_counts_only_its_slice():
-  text = """HloModule m
-
-%inside (p: f32[32,64], u: f32[1,64], i: s32[]) -> f32[32,64] {
-  %p = f32[32,64]{1,0} parameter(0)
-  %u = f32[1,64]{1,0} parameter(1)
-  %i = s32[] parameter(2)
-  %zero = s32[] constant(0)
-  ROOT %new = f32[32,64]{1,0} dynamic-update-slice(%p, %u, %i, %zero)
-}
-
-ENTRY %main (a: f32[32,64], u: f32[1,64], i: s32[]) -> f32[32,64] {
-  %a = f32[32,64]{1,0} parameter(0)
-  %u = f32[1,64]{1,0} parameter(1)
-  %i = s32[] parameter(2)
-  ROOT %fused = f32[32,64]{1,0} fusion(%a, %u, %i), kind=kLoop, calls=%inside
-}
-"""
-  assert work_of(text, "fused").bytes == 4 * 64 + 4 + 4 * 64
-
-
-def test_several_arrays_updated_in_place_by_one_fusion_count_only_their_slices():
-  # As in a scan over layers that saves activations for the backward pass: one fusion computes
-  # several and writes each into its stack.
-  text = """HloModule m
-
-%inside (p: f32[32,64], q: f32[32,64], u: f32[1,64], i: s32[]) -> (f32[32,64], f32[32,64]) {
-  %p = f32[32,64]{1,0} parameter(0)
-  %q = f32[32,64]{1,0} parameter(1)
-  %u = f32[1,64]{1,0} parameter(2)
-  %i = s32[] parameter(3)
-  %zero = s32[] constant(0)
-  %one = f32[32,64]{1,0} dynamic-update-slice(%p, %u, %i, %zero)
-  %sine = f32[1,64]{1,0} sine(%u)
-  %two = f32[32,64]{1,0} dynamic-update-slice(%q, %sine, %i, %zero)
-  %cast = f32[32,64]{1,0} bitcast(%two)
-  ROOT %all = (f32[32,64]{1,0}, f32[32,64]{1,0}) tuple(%one, %cast)
-}
-
-ENTRY %main (a: f32[32,64], b: f32[32,64], u: f32[1,64], i: s32[]) -> f32[32,64] {
-  %a = f32[32,64]{1,0} parameter(0)
-  %b = f32[32,64]{1,0} parameter(1)
-  %u = f32[1,64]{1,0} parameter(2)
-  %i = s32[] parameter(3)
-  %fused = (f32[32,64], f32[32,64]) fusion(%a, %b, %u, %i), kind=kLoop, calls=%inside
-  ROOT %part = f32[32,64]{1,0} get-tuple-element(%fused), index=0
-}
-"""
-  read, written = 4 * 64 + 4, 2 * 4 * 64
-  assert work_of(text, "fused").bytes == read + written
-
-
 def nested(body: str, result: str, inner: str) -> float:
   """Returns the bytes of `fusion(stack, update, i)`, whose body calls fusions of `inner`."""
   text = f"""HloModule m
@@ -125,19 +53,47 @@ CHUNK = 8 * 64  # elements
 PRODUCT = "dot(%chunk, %chunk), lhs_contracting_dims={1}, rhs_contracting_dims={1}"
 
 
-def test_of_a_slice_taken_in_a_nested_fusion_the_slice_is_read():
-  # As a matmul of a chunk is compiled for TPUs: a convolution beside the fusion that slices.
-  body = f"""  %chunk = f32[8,64]{{1,0}} fusion(%s, %i), kind=kLoop, calls=%slicing
-  ROOT %p = f32[8,8]{{1,0}} {PRODUCT}"""
-  # Of the update nothing is used.
-  assert nested(body, "f32[8,8]{1,0}", SLICING) == 2 * CHUNK + 4 + 4 * 8 * 8
+# What a scan over layers saves: one fusion computes several arrays, and writes each into its stack.
+SLICE = "dynamic-slice(%s, %i, %zero, %zero), dynamic_slice_sizes={1,8,64}"
+UPDATE = "dynamic-update-slice(%s, %narrow, %i, %zero, %zero)"
 
 
-def test_an_array_updated_in_place_by_a_nested_fusion_counts_only_its_slice():
-  body = """  %new = bf16[32,8,64]{2,1,0} fusion(%u, %i, %s), kind=kLoop, calls=%updating
-  ROOT %same = bf16[32,8,64]{2,1,0} bitcast(%new)"""
-  found = nested(body, "bf16[32,8,64]{2,1,0}", UPDATING)
-  assert found == 4 * CHUNK + 4 + 2 * CHUNK
+@pytest.mark.parametrize(
+  ("body", "result", "inner", "size"),
+  [
+    # A slice is read; of the update nothing is used.
+    (f"  ROOT %one = bf16[1,8,64]{{2,1,0}} {SLICE}", "bf16[1,8,64]{2,1,0}", "", 4 * CHUNK + 4),
+    # As a matmul of a chunk is compiled for TPUs: a convolution beside the fusion that slices.
+    (
+      "  %chunk = f32[8,64]{1,0} fusion(%s, %i), kind=kLoop, calls=%slicing\n"
+      f"  ROOT %p = f32[8,8]{{1,0}} {PRODUCT}",
+      *("f32[8,8]{1,0}", SLICING, 2 * CHUNK + 4 + 4 * 8 * 8),
+    ),
+    # Of what is updated in place the slice is written, directly or by a fusion inside, and of
+    # several results each.
+    (
+      "  %narrow = bf16[1,8,64]{2,1,0} convert(%u)\n"
+      f"  ROOT %new = bf16[32,8,64]{{2,1,0}} {UPDATE}",
+      *("bf16[32,8,64]{2,1,0}", "", 4 * CHUNK + 4 + 2 * CHUNK),
+    ),
+    (
+      "  %new = bf16[32,8,64]{2,1,0} fusion(%u, %i, %s), kind=kLoop, calls=%updating\n"
+      "  ROOT %same = bf16[32,8,64]{2,1,0} bitcast(%new)",
+      *("bf16[32,8,64]{2,1,0}", UPDATING, 4 * CHUNK + 4 + 2 * CHUNK),
+    ),
+    (
+      "  %narrow = bf16[1,8,64]{2,1,0} convert(%u)\n"
+      f"  %new = bf16[32,8,64]{{2,1,0}} {UPDATE}\n"
+      "  %cast = bf16[32,8,64]{2,1,0} bitcast(%new)\n"
+      "  %sine = f32[1,8,64]{2,1,0} sine(%u)\n"
+      "  ROOT %all = (bf16[32,8,64]{2,1,0}, f32[1,8,64]{2,1,0}) tuple(%cast, %sine)",
+      "(bf16[32,8,64]{2,1,0}, f32[1,8,64]{2,1,0})",
+      *("", 4 * CHUNK + 4 + (2 + 4) * CHUNK),
+    ),
+  ],
+)
+def test_of_slices_and_updates_in_place_only_the_slice_counts(body, result, inner, size):
+  assert nested(body, result, inner) == size
 
 
 def test_an_array_that_is_read_and_updated_in_place_counts_both_slices():

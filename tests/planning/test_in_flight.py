@@ -42,29 +42,6 @@ def test_a_wait_counts_for_what_is_sent_meanwhile():
   assert one.wait(second) == one.wait(first) == []
 
 
-def test_compute_bound_by_hbm_is_slowed_by_a_transfer():
-  one = device()
-  sent = one.start(["x"], A, 2.0, 8.0)  # 4 of 12 bytes per second, for 2 s
-  assert one.compute(0.0, 24.0) == pytest.approx(2.0 + 8.0 / 12.0)  # 16 bytes beside it, 8 after it
-  assert sent.end == 2.0
-
-
-def test_compute_that_asks_for_little_is_not_slowed():
-  one = device()
-  one.start(["x"], A, 4.0, 16.0)
-  assert one.compute(2.0, 16.0) == pytest.approx(2.0)  # 8 and 4 of 12 bytes per second
-
-
-def test_a_copy_that_takes_all_of_hbm_leaves_a_fair_share():
-  one = device()
-  copy = one.start(["x"], A, 0.0, 12.0)  # by itself 1 s, at all of the bandwidth
-  assert one.compute(2.0, 8.0) == pytest.approx(2.0)  # 4 bytes per second: less than a half
-  assert copy.end == pytest.approx(12.0 / 8.0)
-  copy = one.start(["x"], A, 0.0, 12.0)
-  # Both ask for all and get a half; the one that is left then gets all.
-  assert one.compute(0.0, 24.0) == pytest.approx(3.0)
-
-
 @pytest.mark.parametrize(("name", "axes", "share"), [("v5p", 3, 0.39), ("v6e", 2, 0.44)])
 def test_the_share_of_hbm_that_an_all_gather_takes(name, axes, share):
   chip = CHIPS[name]

@@ -147,8 +147,8 @@ def test_intervals_hold_the_loss_of_larger_runs_about_as_often_as_they_say():
   """With noise of half a percent, and up to 64 times the compute of the largest run."""
   random = np.random.default_rng(1)
   held, halves, noises = [], [], []
-  for _ in range(10):
-    fit = scaling_laws.fit_law(ladder(noise=0.005, random=random), draws=30)
+  for _ in range(6):
+    fit = scaling_laws.fit_law(ladder(noise=0.005, random=random), draws=20)
     noises.append(fit.noise)
     for factor in (0.03, 0.3, 1, 8):
       parameters, tokens = 2e6 * factor, 1e9 * factor

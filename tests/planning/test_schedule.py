@@ -1,4 +1,4 @@
-"""Asynchronous transfers of TPU programs beside compute: times known by hand.
+"""What a schedule hides: transfers of TPU programs beside compute, in times known by hand.
 
 The programs have the forms that libtpu 0.0.42 writes.
 """
@@ -11,6 +11,31 @@ from tests.planning.programs import CHIP, GROUPS, PRODUCT, START, times
 
 # Of a matmul of 1 s and a collective of 1 s, HBM is busy for a part only.
 WITH_HBM = dataclasses.replace(CHIP, hbm_bandwidth=48e6)
+
+
+def test_one_after_the_other():
+  found = times(
+    f"{START}  %r = f32[1000]{{0}} all-reduce(%v), {GROUPS}\n"
+    f"  ROOT %p = f32[1000,1000]{{1,0}} {PRODUCT}"
+  )
+  assert (found.step, found.compute) == pytest.approx((2.0, 1.0))
+  [sent] = found.sent
+  assert (sent.seconds, sent.exposed_seconds) == pytest.approx((1.0, 1.0))
+
+
+def test_a_fusion_that_sends_and_computes_takes_the_longer_of_both():
+  fused = f"""
+%both (x: f32[1000,1000], v: f32[1000]) -> (f32[1000,1000], f32[1000]) {{
+  %x = f32[1000,1000]{{1,0}} parameter(0)
+  %v = f32[1000]{{0}} parameter(1)
+  %p = f32[1000,1000]{{1,0}} {PRODUCT}
+  %r = f32[1000]{{0}} all-reduce(%v), {GROUPS}
+  ROOT %t = (f32[1000,1000]{{1,0}}, f32[1000]{{0}}) tuple(%p, %r)
+}}
+"""
+  call = "fusion(%x, %v), kind=kCustom, calls=%both"
+  found = times(f"{START}  ROOT %f = (f32[1000,1000]{{1,0}}, f32[1000]{{0}}) {call}", fused)
+  assert (found.step, found.exposed) == pytest.approx((1.0, 0), abs=1e-9)
 
 
 def ring(way):
@@ -79,6 +104,7 @@ UPDATED = "  %u = ((f32[1000]{0}), f32[1000]{0}, u32[]) async-update(%s), calls=
 @pytest.mark.parametrize(
   ("before", "start", "end"),
   [
+    ("", f"  %s = f32[1000]{{0}} all-reduce-start(%v), {GROUPS}\n", "all-reduce-done(%s)"),
     (CALLED, ON_SPARSECORE, "call-done(%s)"),
     (CALLED, ASYNC, "async-done(%s), calls=%called"),
     (FUSED, ASYNC, "async-done(%s), calls=%called"),
@@ -206,6 +232,9 @@ def test_the_host_has_a_link_for_each_direction_and_takes_hbm_too():
   assert both.step == both.host_exposed == pytest.approx(1.0)
   twice = times(f"{START}{bring}{again}{ends}  ROOT %e = f32[1000]{{0}} copy-done(%f2)")
   assert twice.step == twice.host_exposed == pytest.approx(2.0)
+  [host] = times(f"{START}  ROOT %h = f32[1000]{{0:S(5)}} copy(%v)").host  # synchronous
+  assert (host.direction, host.bytes) == ("to host", 4000)
+  assert host.seconds == host.exposed_seconds == pytest.approx(1.0)
   found = beside_a_pass(bring, "  ROOT %d = f32[1000]{0} copy-done(%f)", chip=WITH_HBM)
   assert found.slowed == pytest.approx(4e3 / 48e6)
   assert found.host_exposed == pytest.approx(0, abs=1e-9)
@@ -240,6 +269,7 @@ def test_a_loop_beside_a_transfer_and_the_trace_of_its_body():
   assert found.step == pytest.approx(3 * 2.0)  # the gather before it is hidden
   [one] = found.loops
   assert (one.site.name, one.trips, one.runs) == ("l", 3, 3)
+  assert found.work.flops == pytest.approx(3 * 2e9)
   body = one.body
   assert body.seconds == pytest.approx(2.0)
   assert [i.names for i in body.transfers] == [i.names for i in body.waits] == [("q",)]

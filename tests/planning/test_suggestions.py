@@ -159,9 +159,7 @@ def test_the_advice_keeps_what_a_config_offloads(given, tried):
   ("topology", "over", "larger"),
   [
     # Slices that can be larger are; twice as many of those that cannot.
-    ("2xv6e:8x8", {}, [("2xv6e:16x8", 128, None), ("2xv6e:16x16", 256, None)]),
     ("v6e:8x8", {"mesh_dcn.data": 2}, [("v6e:16x8", 128, None), ("v6e:16x16", 256, None)]),
-    ("v6e:16x16", {}, [("2xv6e:16x16", 256, 2), ("4xv6e:16x16", 256, 4)]),
     ("2xv6e:16x16", {}, [("4xv6e:16x16", 256, 4), ("8xv6e:16x16", 256, 8)]),
   ],
 )
