@@ -6,97 +6,56 @@ Trains the recipe `lm` on one device, at width 64 and at 4 times its widths, for
 on the same batches, and prints the mean loss of the last steps: the table of docs/optimizers.md.
 """
 
-import dataclasses
-import functools
+import statistics
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from absl import app, flags
+from absl import app
 
-from benchmarks.timing import prepared, table, trained
+from benchmarks.timing import Trainer, prepared, table
 from configs import single
 from configs.schema import finalize
 from training import coordinate_check
-from training.setup import Job
 from training.splits import training_batches
-from training.state import State
-from training.step import Program
 
-_STEPS = flags.DEFINE_integer("steps", 100, "Of each run.")
-_SEEDS = flags.DEFINE_integer("seeds", 1, "Initializations of each run.")
-
-BASE, WIDTHS = 64, (64, 256)
-RATES = tuple(2.0**power for power in range(-10, -3))
-LAST = 10  # steps, whose mean loss is reported
-SMALL = {
-  "model.layers": 2,
-  "data.sequence_length": 64,
-  "data.global_batch_size": 16,
-  "optimizer.learning_rate": 1.0,  # a run's own is a factor of the updates
+BASE, WIDE = 64, 256
+# Title of a column -> its width and the config's base width.
+COLUMNS = {
+  f"width {BASE}": (BASE, 0),
+  f"width {WIDE}": (WIDE, 0),
+  f"width {WIDE}, muP": (WIDE, BASE),
 }
+RATES = tuple(2.0**power for power in range(-10, -3))
+STEPS, LAST = 100, 10  # of a run; those whose mean loss is reported
+SMALL = {"model.layers": 2, "data.sequence_length": 64, "data.global_batch_size": 16}
 
 
-def make_job(width: int, base_width: int, steps: int) -> Job:
-  """Returns the job of a width; its optimizer's peak learning rate is 1."""
+def loss(width: int, base_width: int, rate: float) -> float:
+  """Returns the mean loss of the last steps of a run."""
   config = single.get_config("lm")
-  config.update_from_flattened_dict({**SMALL, "training.steps": steps})
-  resolved = finalize.finalize(config, "cpu")
+  keys = {"training.steps": STEPS, "optimizer.learning_rate": rate}
+  config.update_from_flattened_dict({**SMALL, **keys})
   schedule = {key: config.optimizer[key] for key in ("schedule", "warmup_steps", "final_fraction")}
-  config = coordinate_check.of_width(config, resolved, width)
+  config = coordinate_check.of_width(config, finalize.finalize(config, "cpu"), width)
   with config.unlocked():
     config.optimizer.update(schedule)
     config.model.base_width = base_width
-  return prepared(finalize.finalize(config, "cpu"))
-
-
-def train_step(program: Program, state: State, batch, rate: jax.Array):
-  """Returns the state and the metrics of a step whose learning rate is multiplied by `rate`."""
-  inner = program.optimizer
-
-  def update(grads, optimizer_state, params):
-    updates, optimizer_state = inner.update(grads, optimizer_state, params)
-    scaled = jax.tree.map(lambda x: x * rate, updates)
-    return optax.apply_updates(params, scaled), optimizer_state
-
-  return dataclasses.replace(program, update=update).train_step(state, batch)
-
-
-def losses(job: Job, rates: Sequence[float], seeds: int) -> list[float]:
-  """Returns the mean loss of the last steps at each learning rate."""
-  batches, steps = training_batches(job.config), job.config.training.steps
-  rate = jax.ShapeDtypeStruct((), jnp.float32)
-  step = job.compile(
-    functools.partial(train_step, job.program), job.state, job.batch, rate
-  ).function
-  batch = lambda number: batches.batch(number, job.batch_shardings)  # noqa: E731
-  found = []
-  for value in rates:
-    last = []
-    for seed in range(seeds):
-      state = job.compile_init().function(jax.random.key(seed))
-      last += trained(step, state, batch, steps, jnp.float32(value))[1][-LAST:]
-    found.append(float(np.mean(last)))
-    print(f"width {job.config.model.model_size}, {value:.4f}: {found[-1]:.3f}", flush=True)
-  return found
+  job = prepared(finalize.finalize(config, "cpu"))
+  _, losses = Trainer(job).run(0, training_batches(job.config), STEPS)
+  return statistics.fmean(losses[-LAST:])
 
 
 def main(_: Sequence[str]) -> None:
   """Prints the table."""
-  columns = {
-    f"width {BASE}": make_job(BASE, 0, _STEPS.value),
-    f"width {WIDTHS[1]}": make_job(WIDTHS[1], 0, _STEPS.value),
-    f"width {WIDTHS[1]}, muP": make_job(WIDTHS[1], BASE, _STEPS.value),
-  }
-  found = {title: losses(job, RATES, _SEEDS.value) for title, job in columns.items()}
+  found: dict[str, list[float]] = {title: [] for title in COLUMNS}
+  for title, (width, base_width) in COLUMNS.items():
+    for rate in RATES:
+      found[title].append(loss(width, base_width, rate))
+      print(f"{title}, {rate:.4f}: {found[title][-1]:.3f}", flush=True)
   rows = []
-  for row, rate in enumerate(RATES):
-    losses_of = (
-      f"**{of[row]:.3f}**" if of[row] == min(of) else f"{of[row]:.3f}" for of in found.values()
-    )
-    rows.append([f"{rate:.4f}", *losses_of])
+  for rate, *losses in zip(RATES, *found.values(), strict=True):
+    least = [min(of) for of in found.values()]
+    cells = (f"**{x:.3f}**" if x == y else f"{x:.3f}" for x, y in zip(losses, least, strict=True))
+    rows.append([f"{rate:.4f}", *cells])
   print(table(["learning rate", *found], rows))
 
 

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks.published_runs import MEASURED, PublishedRun, bound, error, read, runs_of
+from benchmarks.timing import table
 from configs import single
 from models import model_spec
 from planning import aot, memory, prediction, traced_step
@@ -244,14 +245,14 @@ class Class:
   def cells(self) -> list[str]:
     """Returns a row of the table by class."""
     record = self.record
-    found = [self.name, f"{record.runs}", _percent(record.median), _percent(record.worst)]
-    found.append(_percent(record.range))
+    shares = map(_percent, (record.median, record.worst, record.range))
+    found = [self.name, f"{record.runs}", *shares]
     errors = [error(ratio) for ratio in self.held]
     if not errors:
       return [*found, "", "", "", ""]
-    inside = sum(one <= record.range for one in errors)
-    found += [f"{len(errors)}", _percent(statistics.median(errors)), _percent(max(errors))]
-    return [*found, f"{inside} of {len(errors)}"]
+    inside = f"{sum(one <= record.range for one in errors)} of {len(errors)}"
+    shares = map(_percent, (statistics.median(errors), max(errors)))
+    return [*found, f"{len(errors)}", *shares, inside]
 
 
 def _percent(share: float) -> str:
@@ -273,16 +274,71 @@ def classes(found: Mapping[int, Step], constants: str = "") -> list[Class]:
 
 # ------------------------------ the page ------------------------------
 
-HEAD = (
-  "| model, topology, mesh, rows x tokens, rematerialization | published | predicted / published "
-  "| peak GiB, published | by formula | constants |",
-  "| --- | --- | --- | --- | --- | --- |",
-)
+FIRST = "model, topology, mesh, rows x tokens, rematerialization"
+COMPARED = (FIRST, "published", "predicted / published")
+HEAD = (*COMPARED, "peak GiB, published", "by formula", "constants")
 CLASSES_HEAD = (
-  "| class | runs | median error | worst | range | not fitted | median error | worst "
-  "| in the range |",
-  "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+  *("class", "runs", "median error", "worst", "range"),
+  *("not fitted", "median error", "worst", "in the range"),
 )
+MEMORY_HEAD = ("run", "published", "ours", "PyTorch's", "predicted / published", "PyTorch's parts")
+SECTION = """## Predicted and published throughput
+
+Written by `python -m benchmarks.planner_accuracy --write`; do not edit.
+
+{count} published runs (`benchmarks/published_runs`), with their settings; none
+was measured here. An error of 25 % is a predicted speed of 1.25, or of 1 / 1.25, times the
+published one. Constants were fitted to half of the runs, drawn with the seed
+{seed}; the columns after `not fitted` are of the other half. The range, which a plan
+states, is what nine of ten runs of the first half are within. Of `context` and `stages` no
+run was fitted to.
+
+![Predicted over published speed of each run, by class]({picture})
+
+{classes}
+
+### By the compiled program
+
+No constant is fitted to these, but the share of the peak that matmuls reach on several
+GPUs. On TPUs the loss is in chunks, which the published runs do not have.
+
+{compiled}
+
+### By formula
+
+Tokens per second and chip, or TFLOP/s with attention's scores in full. Runs on A100 are
+counted with cuDNN's attention, and experts on GPUs with grouped kernels, as the published
+ones have them.
+
+{formula}
+
+### Peak memory as it was published
+
+GiB of a device. PyTorch's is what its allocator has reserved at the peak of a program that
+is not ours: the same parts by our formula, and those that its program has besides.
+
+{memory}
+
+### Measured with this application
+
+On one H100, of [performance.md](performance.md#on-one-h100); not published, so neither
+fitted nor counted above. On one GPU the formula has matmuls at the share of the peak that
+large ones reach.
+
+{measured}
+
+Refused here, so not predicted:
+
+{refused}
+
+Sources: {sources}.
+
+### The constants
+
+{constants}
+
+Sources: {of_constants}.
+"""
 
 
 def title(run: PublishedRun) -> str:
@@ -303,27 +359,21 @@ def published(run: PublishedRun) -> str:
   return f"{run.tokens_per_second:,.0f}" if run.tokens_per_second else f"{run.tflops:g} TFLOP/s"
 
 
-def line(number: int, step: Step, constants: str = "") -> str:
+def cells(number: int, step: Step, constants: str = "") -> list[str]:
   """Returns a run's row of the table."""
   run = step.run
   gib = f"{run.memory_gib}" if run.memory_gib else ""
-  ratio = f"{step.ratio(constants):.2f}"
-  cells = [title(run), published(run), ratio, gib, f"{step.peak / 2**30:.1f}"]
-  cells.append("fitted" if number in chosen_for_fit() else "")
-  return f"| {' | '.join(cells)} |"
+  found = [title(run), published(run), f"{step.ratio(constants):.2f}", gib]
+  return [*found, f"{step.peak / 2**30:.1f}", "fitted" if number in chosen_for_fit() else ""]
 
 
-def memory_line(step: Step) -> str:
+def memory_cells(step: Step) -> list[str]:
   """Returns a run's row of the table of published peaks."""
   run, gib = step.run, 2**30
-  reserved = sum(step.reserved.values()) / gib
-  cells = [title(run), f"{run.memory_gib}", f"{step.peak / gib:.1f}"]
-  cells += [
-    f"{reserved:.1f}" if reserved else "",
-    f"{(reserved or step.peak / gib) / run.memory_gib:.2f}",
-  ]
-  cells.append(", ".join(f"{name} {size / gib:.1f}" for name, size in step.reserved.items()))
-  return f"| {' | '.join(cells)} |"
+  reserved, ours = sum(step.reserved.values()) / gib, step.peak / gib
+  found = [title(run), f"{run.memory_gib}", f"{ours:.1f}", f"{reserved:.1f}" if reserved else ""]
+  parts = ", ".join(f"{name} {size / gib:.1f}" for name, size in step.reserved.items())
+  return [*found, f"{(reserved or ours) / run.memory_gib:.2f}", parts]
 
 
 def compiled() -> Iterator[tuple[PublishedRun, float, float, float]]:
@@ -347,89 +397,33 @@ def steps(only: str = "") -> Iterator[tuple[int, Step | ValueError]]:
 
 def page(found: Mapping[int, Step | ValueError], every: Sequence[Class]) -> str:
   """Returns the section of docs/plan.md."""
-  rates = {name: value for name, value in vars(Rates()).items() if value}
-  sources = dict.fromkeys(f"{run.source}, {run.version}" for run in read())
+  planned = {number: step for number, step in found.items() if isinstance(step, Step)}
   refused: dict[str, list[str]] = {}
   for number, step in found.items():
-    if isinstance(step, ValueError):
+    if number not in planned:
       reason = f"{step}".splitlines()[-1].strip().partition("; set it")[0]
       refused.setdefault(reason, []).append(title(read()[number]))
-  return "\n".join(
-    [
-      "## Predicted and published throughput",
-      "",
-      "Written by `python -m benchmarks.planner_accuracy --write`; do not edit.",
-      "",
-      f"{len(read())} published runs (`benchmarks/published_runs`), with their settings; none",
-      "was measured here. An error of 25 % is a predicted speed of 1.25, or of 1 / 1.25, times the",
-      "published one. Constants were fitted to half of the runs, drawn with the seed",
-      f"{SEED}; the columns after `not fitted` are of the other half. The range, which a plan",
-      "states, is what nine of ten runs of the first half are within. Of `context` and `stages` no",
-      "run was fitted to.",
-      "",
-      f"![Predicted over published speed of each run, by class]({PICTURE})",
-      "",
-      *CLASSES_HEAD,
-      *(f"| {' | '.join(one.cells)} |" for one in every),
-      "",
-      "### By the compiled program",
-      "",
-      "No constant is fitted to these, but the share of the peak that matmuls reach on several",
-      "GPUs. On TPUs the loss is in chunks, which the published runs do not have.",
-      "",
-      "| model, topology, mesh, rows x tokens, rematerialization | published "
-      "| predicted / published | peak GiB |",
-      "| --- | --- | --- | --- |",
-      *(
-        f"| {title(run)} | {published(run)} | {ratio:.2f} | {gib} |"
-        for run, _, ratio, gib in compiled()
-      ),
-      "",
-      "### By formula",
-      "",
-      "Tokens per second and chip, or TFLOP/s with attention's scores in full. Runs on A100 are",
-      "counted with cuDNN's attention, and experts on GPUs with grouped kernels, as the published",
-      "ones have them.",
-      "",
-      *HEAD,
-      *(line(n, step) for n, step in found.items() if isinstance(step, Step)),
-      "",
-      "### Peak memory as it was published",
-      "",
-      "GiB of a device. PyTorch's is what its allocator has reserved at the peak of a program that",
-      "is not ours: the same parts by our formula, and those that its program has besides.",
-      "",
-      "| run | published | ours | PyTorch's | predicted / published | PyTorch's parts |",
-      "| --- | --- | --- | --- | --- | --- |",
-      *(memory_line(s) for s in found.values() if isinstance(s, Step) and s.run.memory_gib),
-      "",
-      "### Measured with this application",
-      "",
-      "On one H100, of [performance.md](performance.md#on-one-h100); not published, so neither",
-      "fitted nor counted above. On one GPU the formula has matmuls at the share of the peak that",
-      "large ones reach.",
-      "",
-      *HEAD,
-      *(line(-1, step_of(run)) for run in runs_of(MEASURED)),
-      "",
-      "Refused here, so not predicted:",
-      "",
-      *(f"- {reason}: {'; '.join(titles)}." for reason, titles in refused.items()),
-      "",
-      f"Sources: {'; '.join(sources)}.",
-      "",
-      "### The constants",
-      "",
-      *(
-        f"- `{chip.name}.formula` {chip.formula:g}: fitted; of large matmuls {chip.matmul:g}"
-        for chip in CHIPS.values()
-        if chip.formula
-      ),
-      *(f"- `{name}` {value:g}: {REASONS[name]}" for name, value in rates.items()),
-      "",
-      f"Sources: {SOURCES}.",
-      "",
-    ]
+  fitted = [
+    f"- `{chip.name}.formula` {chip.formula:g}: fitted; of large matmuls {chip.matmul:g}"
+    for chip in CHIPS.values()
+    if chip.formula
+  ]
+  rates = {name: value for name, value in vars(Rates()).items() if value}
+  programs = ([title(run), published(run), f"{x:.2f}", f"{gib}"] for run, _, x, gib in compiled())
+  peaks = (memory_cells(step) for step in planned.values() if step.run.memory_gib)
+  return SECTION.format(
+    count=len(read()),
+    seed=SEED,
+    picture=PICTURE,
+    classes=table(CLASSES_HEAD, (one.cells for one in every)),
+    compiled=table((*COMPARED, "peak GiB"), programs),
+    formula=table(HEAD, (cells(number, step) for number, step in planned.items())),
+    memory=table(MEMORY_HEAD, peaks),
+    measured=table(HEAD, (cells(-1, step_of(run)) for run in runs_of(MEASURED))),
+    refused="\n".join(f"- {reason}: {'; '.join(titles)}." for reason, titles in refused.items()),
+    sources="; ".join(dict.fromkeys(f"{run.source}, {run.version}" for run in read())),
+    constants="\n".join([*fitted, *(f"- `{x}` {n:g}: {REASONS[x]}" for x, n in rates.items())]),
+    of_constants=SOURCES,
   )
 
 
@@ -473,7 +467,7 @@ def main(argv: list[str]) -> None:
     found[number] = step
     refused = isinstance(step, ValueError)
     text = f"| {title(read()[number])} | refused: {' '.join(str(step).split())} |"
-    print(text if refused else line(number, step), flush=True)
+    print(text if refused else f"| {' | '.join(cells(number, step))} |", flush=True)
   report(found)
 
 

@@ -49,8 +49,7 @@ def test_the_records_follow_from_the_rows_of_the_page():
 def test_what_was_measured_on_one_gpu_is_predicted_as_the_page_says():
   [*_, rows] = tables(THROUGHPUT, "model, topology")
   found = [planner_accuracy.step_of(run) for run in runs_of(MEASURED)]
-  wanted = [[cell.strip() for cell in planner_accuracy.line(-1, s).split("|")[1:-1]] for s in found]
-  assert rows == wanted
+  assert rows == [planner_accuracy.cells(-1, step) for step in found]
   for step in found:  # what XLA keeps of unrolled layers, and the gradient of the logits
     assert step.peak / 2**30 == pytest.approx(step.run.memory_gib, rel=0.1)
   llama, gpt2 = (step.ratio() for step in found)  # half of GPT-2's step is not matmuls
