@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -92,13 +92,7 @@ MODELS = {
   # As many tokens as nanoGPT has: PyTorch's side has no padding that it masks.
   "gpt2_124m": Model("gpt2", "gpt2_124m", 32, 1024, {"model.vocabulary_size": 50_304}),
   # Llama 3.2 1B with plain rotary positions: their table costs the same.
-  "llama_1b": Model(
-    "llama",
-    "llama3_2_1b",
-    8,
-    2048,
-    {"model.rotary_scaling": ()},
-  ),
+  "llama_1b": Model("llama", "llama3_2_1b", 8, 2048, {"model.rotary_scaling": ()}),
 }
 # Sizes for a CPU.
 _SMALLER = {
@@ -111,39 +105,38 @@ _SMALLER = {
 }
 
 
-def job(name: str, folder: str) -> dict:
+def told(model: Model, optimizer: dict, dtype: str, **more: Any) -> dict:
   """Returns what both sides are told, see benchmarks/gpu_protocol.py; PyTorch's sizes are added."""
-  model = MODELS[name]
   overrides = {
-    **model.overrides,
-    **{f"optimizer.{key}": value for key, value in OPTIMIZER.items() if key != "steps"},
-    "optimizer.schedule": "constant",
-    "training.compute_dtype": "bfloat16",
-    "training.rematerialization": "elementwise",
+    **{f"optimizer.{key}": value for key, value in optimizer.items() if key != "steps"},
+    "training.compute_dtype": dtype,
     "data.sequence_length": model.length,
     "data.global_batch_size": model.rows,
+    **({"model.max_positions": model.length} if model.family == "gpt2" else {}),
+    **model.overrides,
   }
+  found = {"family": model.family, "recipe": f"model={model.preset},data=python_source"}
+  found |= {"overrides": overrides, "rows": model.rows, "seed": 0, "compute_dtype": dtype}
+  return found | {"optimizer": optimizer, "text": None, "parameters": "", "compile": True} | more
+
+
+def job(name: str) -> dict:
+  """Returns what both sides are told of a model of MODELS."""
+  model = MODELS[name]
   if _SMALL.value:
-    overrides |= {**_SMALLER, "data.sequence_length": 64, "data.global_batch_size": 4}
-    overrides["model.kv_heads"] = 4 if model.family == "gpt2" else 2
-  if model.family == "gpt2":
-    overrides["model.max_positions"] = overrides["data.sequence_length"]
-  return {
-    "family": model.family,
-    "recipe": f"model={model.preset},data=python_source",
-    "overrides": overrides,
-    "rows": overrides["data.global_batch_size"],
-    "seed": 0,
-    "compute_dtype": "bfloat16",
-    "optimizer": OPTIMIZER,
-    "text": None,
-    "parameters": folder,
-    "compile": _COMPILE.value,
-  }
+    sizes = {**_SMALLER, "model.kv_heads": 4 if model.family == "gpt2" else 2}
+    overrides = {**model.overrides, **sizes}
+    model = dataclasses.replace(model, rows=4, length=64, overrides=overrides)
+  more = {"optimizer.schedule": "constant", "training.rematerialization": "elementwise"}
+  model = dataclasses.replace(model, overrides={**more, **model.overrides})
+  return told(model, OPTIMIZER, "bfloat16", compile=_COMPILE.value)
 
 
 class Process:
-  """A side in a process of its own, which imports its libraries as soon as it is made."""
+  """A side in a process of its own, which imports its libraries as soon as it is made.
+
+  A context manager, which ends the process.
+  """
 
   def __init__(self, python: str, module: str, cores: Iterable[int] | None, *options: str):
     """Starts it, on some of the processor's cores."""
@@ -157,8 +150,8 @@ class Process:
     )
     self._module = module
 
-  def _ask(self, question: dict) -> dict:
-    """Returns the answer to a line."""
+  def ask(self, **question: Any) -> dict:
+    """Returns the answer to a line: a description, `steps`, or `facts`; see gpu_protocol.py."""
     with contextlib.suppress(BrokenPipeError):
       print(json.dumps(question), file=self._process.stdin, flush=True)
     line = self._process.stdout.readline()
@@ -166,20 +159,12 @@ class Process:
       raise RuntimeError(f"{self._module} ended with {self._process.wait()}; see above")
     return json.loads(line)
 
-  def compile(self, told: dict) -> None:
-    """Makes it build its model and compile; returns when it has."""
-    self._ask(told)
+  def __enter__(self) -> "Process":
+    """Returns itself."""
+    return self
 
-  def run(self, steps: int, **more: Any) -> dict:
-    """Returns the seconds of some steps and the last loss."""
-    return self._ask({"steps": steps, **more})
-
-  def facts(self) -> dict:
-    """Returns versions and sizes."""
-    return self._ask({"facts": True})
-
-  def close(self) -> None:
-    """Ends the process."""
+  def __exit__(self, *_) -> None:
+    """Ends the process; a second time it does nothing."""
     with contextlib.suppress(BrokenPipeError):
       self._process.stdin.close()
     self._process.wait()
@@ -209,12 +194,12 @@ def in_turns(
     steps: of a turn.
     **more: of each turn.
   """
-  with tempfile.TemporaryDirectory() as told["parameters"], _closed(both):
+  with tempfile.TemporaryDirectory() as told["parameters"], both[0], both[1]:
     for side in both:
-      side.compile(told)
-      told["sizes"] = both[0].facts()["sizes"]
-    turns = [tuple(side.run(steps, **more) for side in both) for _ in range(TURNS.value)]
-    return turns, tuple(side.facts() for side in both)
+      side.ask(**told)
+      told["sizes"] = both[0].ask(facts=True)["sizes"]
+    turns = [tuple(side.ask(steps=steps, **more) for side in both) for _ in range(TURNS.value)]
+    return turns, tuple(side.ask(facts=True) for side in both)
 
 
 def one_after_the_other(
@@ -225,25 +210,16 @@ def one_after_the_other(
   With `trace`, our compiled step and a trace of a last turn of ours are written to that folder.
   """
   runs, facts = [], []
-  with tempfile.TemporaryDirectory() as told["parameters"], _closed(both):
+  with tempfile.TemporaryDirectory() as told["parameters"], both[0], both[1]:
     for side in both:
-      side.compile(told)
-      runs.append([side.run(steps) for _ in range(TURNS.value)])
-      facts.append(side.facts())
-      told["sizes"] = facts[0]["sizes"]
-      if trace and side is both[0]:
-        side.run(TRACED_STEPS, trace=trace)
-      side.close()
+      with side:
+        side.ask(**told)
+        runs.append([side.ask(steps=steps) for _ in range(TURNS.value)])
+        facts.append(side.ask(facts=True))
+        told["sizes"] = facts[0]["sizes"]
+        if trace and side is both[0]:
+          side.ask(steps=TRACED_STEPS, trace=trace)
   return list(zip(*runs, strict=True)), tuple(facts)
-
-
-@contextlib.contextmanager
-def _closed(both: tuple[Process, Process]) -> Iterator[None]:
-  """Ends the sides afterwards."""
-  with contextlib.ExitStack() as stack:
-    for side in both:
-      stack.callback(side.close)
-    yield
 
 
 def agree(name: str, ours: float, other: float) -> bool:
@@ -257,29 +233,39 @@ def agree(name: str, ours: float, other: float) -> bool:
 def measure(name: str, both: tuple[Process, Process]) -> bool:
   """Prints the lines of a model; returns whether both sides trained the same model."""
   trace = f"{_TRACE.value}/{name}" if _TRACE.value else None
-  turns, facts = one_after_the_other(both, job(name, ""), STEPS.value, trace)
+  turns, facts = one_after_the_other(both, job(name), STEPS.value, trace)
   return report(name, turns, facts, STEPS.value)
 
 
-def report(name: str, turns: Turns, facts: tuple[dict, dict], steps: int) -> bool:
-  """Prints what was measured; returns whether parameters and losses agree."""
-  own = facts[0]
+def report(
+  name: str, turns: Turns, facts: tuple[dict, dict], steps: int, last: str = "loss"
+) -> bool:
+  """Prints what was measured; returns whether parameters and losses agree: `last` of each."""
+  own, runs = facts[0], [*zip(*turns, strict=True)]
   tokens = own["rows"] * own["sizes"]["length"]
-  ratio = timing.ratio(*([one["seconds"] for one in runs] for runs in zip(*turns, strict=True)))
-  print(f"ratio {ratio:.3f}  ({name}: {own['rows']} rows, {tokens:,} tokens, {own['device']})")
-  for side, fact, runs in zip(("ours", "PyTorch"), facts, zip(*turns, strict=True), strict=True):
-    seconds = statistics.median(one["seconds"] for one in runs) / steps
-    line = f"  {side}, {fact['library']}: {1e3 * seconds:.2f} ms, {tokens / seconds:,.0f} tokens/s"
+  wall, processor = (
+    timing.ratio(*([one[clock] for one in of] for of in runs)) for clock in ("seconds", "processor")
+  )
+  print(f"ratio {wall:.3f}, of the processor {processor:.3f}", end="")
+  print(f"  ({name}: {own['rows']} rows, {tokens:,} tokens, {own['device']})")
+  for side, fact, of in zip(("ours", "PyTorch"), facts, runs, strict=True):
+    seconds, busy = (
+      statistics.median(one[clock] for one in of) / steps for clock in ("seconds", "processor")
+    )
+    line = (
+      f"  {side}, {fact['library']}: {1e3 * seconds:.2f} ms ({1e3 * busy:.2f} of the processor)"
+    )
+    line += f", {tokens / seconds:,.0f} tokens/s"
     if own["peak_flops"]:
       whole, half = (flops / seconds / own["peak_flops"] for flops in own["flops"])
       line += f", MFU {whole:.1%} ({half:.1%} by the causal half)"
-    print(f"{line}, loss {runs[-1]['loss']:.4f}, peak {fact['peak_bytes'] / 2**30:.1f} GiB")
+    print(f"{line}, loss {of[-1]['loss']:.4f}, peak {fact['peak_bytes'] / 2**30:.1f} GiB")
   print(f"  chosen: {own['chosen']}; compiler options: {own['compiler_options']}", flush=True)
   counts = [fact["parameters"] for fact in facts]
   if counts[0] != counts[1]:
     print(f"{name}: {counts[0]:,} parameters, and PyTorch has {counts[1]:,}", file=sys.stderr)
     return False
-  return agree(name, *(one["loss"] for one in turns[-1]))
+  return agree(name, *(one[last] for one in turns[-1]))
 
 
 # ---- The application's side: its step, as a run compiles it, in a process of its own ----

@@ -1,8 +1,9 @@
 """What both sides of benchmarks/gpu.py share: a description, its batches, names, lines of JSON.
 
 A side is a process. It reads the description, a line of JSON on its standard input, and answers
-each line `{"steps": N}` with the seconds of N steps and the last loss, and `{"facts": true}` with
-versions and sizes. This module imports NumPy alone: the sides have different libraries.
+each line `{"steps": N}` with the seconds of N steps, also of the processor, and the last loss (with
+`"validate": true` the validation loss afterwards, too), and `{"facts": true}` with versions and
+sizes. This module imports NumPy alone: the sides have different libraries.
 
 The description:
   family: gpt2 or llama.
@@ -26,27 +27,12 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 BATCHES = 8  # which are repeated
 VALIDATION_BATCHES = 20  # as many as nanoGPT's setting for CPUs
-
-
-class Side(Protocol):
-  """A model in training."""
-
-  def run(self, steps: int, **more: Any) -> dict[str, float]:
-    """Runs some steps; returns their seconds, also of the processor, and the last loss.
-
-    Args:
-      steps: how many.
-      **more: validate: whether to return the validation loss afterwards, too.
-    """
-
-  def facts(self) -> dict[str, Any]:
-    """Returns versions and sizes."""
 
 
 def batches(description: dict) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -108,8 +94,8 @@ def decays(name: str) -> bool:
   return name.endswith(".weight") and "norm" not in name
 
 
-def serve(make: Callable[[dict], Side]) -> None:
-  """Builds a side from the first line of standard input, and answers the others."""
+def serve(make: Callable[[dict], Any]) -> None:
+  """Builds a side, which has `run` and `facts`, from the first line, and answers the others."""
   answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
   os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
 

@@ -252,7 +252,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def alone(model: str, overrides: dict[str, Any]) -> dict[str, float]:
   """Returns what our side measures of a model with other keys."""
-  told = gpu.job(model, "")
+  told = gpu.job(model)
   told["overrides"] = {**told["overrides"], **overrides}
   steps, began = 2 if SMALL.value else 10, time.monotonic()
   side = gpu.Side(told)
@@ -285,7 +285,7 @@ def plan() -> None:
   kind = jax.devices()[0].device_kind.lower()
   chip = next((name for name in ("h200", "h100", "b200", "a100") if name in kind), "h100")
   with tempfile.TemporaryDirectory() as folder:
-    overrides = gpu.job("llama_1b", folder)["overrides"]
+    overrides = gpu.job("llama_1b")["overrides"]
     values = [f"--config.{key}={value}" for key, value in overrides.items() if value != ()]
     config = "--config=configs/single.py:model=llama3_2_1b,data=python_source"
     words = [config, *values, f"--topology={chip}:1", f"--workdir={folder}/plan"]

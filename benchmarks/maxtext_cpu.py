@@ -15,6 +15,7 @@ R is the median over the turns of ours / MaxText's, and ours / MaxText's tuned, 
 processor time.
 """
 
+import contextlib
 import os
 import statistics
 import sys
@@ -101,40 +102,38 @@ class MaxText:
 
 def measure(name: str) -> None:
   """Prints the ratios and the times on a mesh."""
-  mesh = MESHES[name]
+  mesh, module = MESHES[name], "benchmarks.maxtext_cpu"
   overrides = {**LLAMA, **{f"mesh.{axis}": size for axis, size in {"data": 1, **mesh}.items()}}
   overrides["training.compute_dtype"] = "float32"
   told = {"family": "llama", "recipe": "model=lm,data=python_source", "overrides": overrides}
   told |= {"rows": ROWS, "seed": 0, "text": None, "parameters": "", "mesh": mesh}
-  module = "benchmarks.maxtext_cpu"
-  ours = gpu.Process(sys.executable, "benchmarks.gpu", None, "--side")
+  three = {"ours": gpu.Process(sys.executable, "benchmarks.gpu", None, "--side")}
   os.environ.update(PLAIN_ALLOCATOR)
-  shipped = gpu.Process(sys.executable, module, None, "--maxtext_side")
+  three["MaxText"] = gpu.Process(sys.executable, module, None, "--maxtext_side")
   for key in PLAIN_ALLOCATOR:
     del os.environ[key]
-  tuned = gpu.Process(sys.executable, module, None, "--maxtext_side")
-  three = {"ours": ours, "MaxText": shipped, "MaxText tuned": tuned}
-  ours.compile(told)
-  facts = ours.facts()
-  told |= {"sizes": facts["sizes"], "compiler_options": {}}
-  shipped.compile(told)
-  tuned.compile({**told, "compiler_options": facts["compiler_options"]})
-  counts = [side.facts()["parameters"] for side in three.values()]
-  turns = [
-    {side: process.run(gpu.STEPS.value) for side, process in three.items()}
-    for _ in range(gpu.TURNS.value)
-  ]
-  for process in three.values():
-    process.close()
+  three["MaxText tuned"] = gpu.Process(sys.executable, module, None, "--maxtext_side")
+  with contextlib.ExitStack() as stack:
+    ours, shipped, tuned = map(stack.enter_context, three.values())
+    ours.ask(**told)
+    facts = ours.ask(facts=True)
+    told |= {"sizes": facts["sizes"], "compiler_options": {}}
+    shipped.ask(**told)
+    tuned.ask(**{**told, "compiler_options": facts["compiler_options"]})
+    counts = [side.ask(facts=True)["parameters"] for side in three.values()]
+    turns = [
+      {side: process.ask(steps=gpu.STEPS.value) for side, process in three.items()}
+      for _ in range(gpu.TURNS.value)
+    ]
   times = {
-    side: {clock: [one[side][clock] for one in turns] for clock in ("seconds", "processor")}
+    side: [[one[side][clock] for one in turns] for clock in ("seconds", "processor")]
     for side in three
   }
   for side in ("MaxText", "MaxText tuned"):
-    wall, processor = (timing.ratio(times["ours"][c], times[side][c]) for c in times["ours"])
+    wall, processor = map(timing.ratio, times["ours"], times[side])
     print(f"ratio {wall:.2f} of {side} ({name}; of the processor {processor:.2f})")
   for side, count in zip(three, counts, strict=True):
-    ms = [1e3 * statistics.median(times[side][c]) / gpu.STEPS.value for c in times[side]]
+    ms = [1e3 * statistics.median(of) / gpu.STEPS.value for of in times[side]]
     print(
       f"  {side}: {ms[0]:.0f} ms, {ms[1]:.0f} of the processor; {count:,} parameters, "
       f"loss {turns[-1][side]['loss']:.3f}"

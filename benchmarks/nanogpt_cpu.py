@@ -16,15 +16,15 @@ two validation losses differ by more than 2 %: then they do not train the same m
 """
 
 import collections
+import dataclasses
 import os
 import pathlib
-import statistics
 import tempfile
 
 import numpy as np
 from absl import app, flags
 
-from benchmarks import gpu, timing
+from benchmarks import gpu
 
 flags.set_default(gpu.TURNS, 10)
 flags.set_default(gpu.STEPS, 200)
@@ -33,22 +33,29 @@ _CORES = flags.DEFINE_list("cores", "2,1", "On how many cores to measure.")
 _MODELS = flags.DEFINE_list("cpu_models", "nanogpt,decoder", "Of MODELS.")
 
 CHARACTERS = 256  # the most common ones; any other is the last
-# (family, preset, rows, length, turns are so many times shorter, overrides)
+# The model, and how many times shorter its turns are.
 MODELS = {
   "nanogpt": (
-    *("gpt2", "gpt2_124m", 12, 64, 1),
-    {
-      **{"model.layers": 4, "model.heads": 4, "model.kv_heads": 4, "model.head_size": 32},
-      **{"model.model_size": 128, "model.feedforward_size": 512, "model.max_positions": 64},
-      **{"model.activation": "gelu_erf", "model.biases": "none"},
-    },
+    gpu.Model(
+      *("gpt2", "gpt2_124m", 12, 64),
+      {
+        **{"model.layers": 4, "model.heads": 4, "model.kv_heads": 4, "model.head_size": 32},
+        **{"model.model_size": 128, "model.feedforward_size": 512, "model.biases": "none"},
+        **{"model.activation": "gelu_erf", "model.vocabulary_size": CHARACTERS},
+      },
+    ),
+    1,
   ),
   "decoder": (
-    *("llama", "lm", 16, 256, 50),
-    {
-      **{"model.layers": 4, "model.heads": 8, "model.kv_heads": 4, "model.head_size": 32},
-      **{"model.model_size": 256, "model.feedforward_size": 1024, "model.tied_embeddings": True},
-    },
+    gpu.Model(
+      *("llama", "lm", 16, 256),
+      {
+        **{"model.layers": 4, "model.heads": 8, "model.kv_heads": 4, "model.head_size": 32},
+        **{"model.model_size": 256, "model.feedforward_size": 1024, "model.tied_embeddings": True},
+        "model.vocabulary_size": CHARACTERS,
+      },
+    ),
+    50,
   ),
 }
 
@@ -69,63 +76,28 @@ def write_text(folder: pathlib.Path, given: str | None) -> int:
   return len(set(text))
 
 
-def job(name: str, text: pathlib.Path, parameters: str, steps: int) -> dict:
-  """Returns what both sides are told, see benchmarks/gpu_protocol.py; PyTorch's sizes are added."""
-  family, preset, rows, length, _, overrides = MODELS[name]
-  keys = {"learning_rate": 1e-3, "beta_1": 0.9, "beta_2": 0.99, "epsilon": 1e-8}
-  keys |= {"weight_decay": 0.1, "clip_norm": 1.0, "warmup_steps": max(1, steps // 20)}
-  overrides = {
-    **overrides,
-    **{f"optimizer.{key}": value for key, value in keys.items()},
-    "optimizer.schedule": "cosine",
-    "training.steps": steps,
-    "training.compute_dtype": "float32",
-    "training.rematerialization": "none",
-    "model.vocabulary_size": CHARACTERS,
-    "data.sequence_length": length,
-    "data.global_batch_size": rows,
-  }
-  return {
-    "family": family,
-    "recipe": f"model={preset},data=python_source",
-    "overrides": overrides,
-    "rows": rows,
-    "seed": 0,
-    "compute_dtype": "float32",
-    "text": str(text),
-    "optimizer": {**keys, "steps": steps},
-    "parameters": parameters,
-    "compile": False,
-  }
-
-
 def measure(name: str, text: pathlib.Path, cores: int) -> bool:
   """Prints the times and the loss curves of a model; returns whether the losses agree."""
-  steps = max(1, gpu.STEPS.value // MODELS[name][4])
+  model, shorter = MODELS[name]
+  each = max(1, gpu.STEPS.value // shorter)
+  steps = gpu.TURNS.value * each + 2  # two compile
+  optimizer = {"learning_rate": 1e-3, "beta_1": 0.9, "beta_2": 0.99, "epsilon": 1e-8}
+  optimizer |= {"weight_decay": 0.1, "clip_norm": 1.0, "warmup_steps": max(1, steps // 20)}
+  run = {"optimizer.schedule": "cosine", "training.steps": steps}
+  run["training.rematerialization"] = "none"
+  model = dataclasses.replace(model, overrides={**model.overrides, **run})
+  told = gpu.told(model, {**optimizer, "steps": steps}, "float32", text=str(text), compile=False)
   which = sorted(os.sched_getaffinity(0))[:cores]
-  told = job(name, text, "", gpu.TURNS.value * steps + 2)  # two compile
-  turns, (facts, reference) = gpu.in_turns(gpu.sides(which), told, steps, validate=True)
-  libraries = facts["library"], reference["library"]
-  ratio, of_processor = (
-    timing.ratio(*([one[clock] for one in runs] for runs in zip(*turns, strict=True)))
-    for clock in ("seconds", "processor")
-  )
-  print(f"ratio {ratio:.3f}  ({name}, {len(which)} cores, {facts['parameters']:,} parameters)")
-  print(f"  ratio of processor times {of_processor:.3f}; {facts['compiler_options']}")
-  for side, runs in zip(libraries, zip(*turns, strict=True), strict=True):
-    wall, processor = ([1e3 * one[key] / steps for one in runs] for key in ("seconds", "processor"))
-    print(
-      f"  {side}: median {statistics.median(wall):.1f} ms per iteration, least {min(wall):.1f}; "
-      f"of the processor {statistics.median(processor):.1f}"
-    )
+  turns, facts = gpu.in_turns(gpu.sides(which), told, each, validate=True)
+  agree = gpu.report(f"{name}, {len(which)} cores", turns, facts, each, "validation")
   print("  iteration  loss: ours  PyTorch  validation: ours  PyTorch")
   for number, (a, b) in enumerate(turns, start=1):
     print(
-      f"  {number * steps + 2:9}{a['loss']:12.4f}{b['loss']:9.4f}{a['validation']:18.4f}"
+      f"  {number * each + 2:9}{a['loss']:12.4f}{b['loss']:9.4f}{a['validation']:18.4f}"
       f"{b['validation']:9.4f}",
       flush=True,
     )
-  return gpu.agree(name, *(one["validation"] for one in turns[-1]))
+  return agree
 
 
 def main(argv: list[str]) -> int:

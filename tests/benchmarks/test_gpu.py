@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import gpu, gpu_protocol
+from benchmarks import gpu, gpu_protocol, nanogpt_cpu
 from partitioning.mesh_sizes import AXES
 from partitioning.rules import named_leaves
 from runtime.devices import Devices
@@ -22,9 +22,10 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", gpu.MODELS)
-def test_each_parameter_has_its_place_in_pytorch_and_the_same_decay(name):
-  model = gpu.MODELS[name]
+@pytest.mark.parametrize(
+  "model", [*gpu.MODELS.values(), nanogpt_cpu.MODELS["nanogpt"][0]], ids=lambda one: one.preset
+)
+def test_each_parameter_has_its_place_in_pytorch_and_the_same_decay(model):
   more = {"model.max_positions": 8, "model.kv_heads": 4} if model.family == "gpt2" else {}
   recipe = f"model={model.preset},data=python_source"
   one = Devices("cpu", simulated=True, sizes=dict.fromkeys(AXES, 1))
@@ -96,17 +97,23 @@ def facts(**other):
 def turns(loss):
   """Returns two turns of both sides; `loss` is PyTorch's last."""
   return [
-    ({"seconds": 0.1, "loss": 5.0}, {"seconds": 0.2, "loss": 5.0}),
-    ({"seconds": 0.12, "loss": 4.0}, {"seconds": 0.2, "loss": loss}),
+    (
+      {"seconds": 0.1, "processor": 0.2, "loss": 5.0},
+      {"seconds": 0.2, "processor": 0.2, "loss": 5.0},
+    ),
+    (
+      {"seconds": 0.12, "processor": 0.2, "loss": 4.0},
+      {"seconds": 0.2, "processor": 0.2, "loss": loss},
+    ),
   ]
 
 
 def test_the_report_has_ratio_speed_and_utilization(capsys):
   assert gpu.report("gpt2_124m", turns(4.01), facts(), 20)
   said = capsys.readouterr().out
-  assert "ratio 0.550  (gpt2_124m: 2 rows, 1,000 tokens, a chip)" in said
+  assert "ratio 0.550, of the processor 1.000  (gpt2_124m: 2 rows, 1,000 tokens, a chip)" in said
   # 0.11 s for 20 steps: 3e9 / 5.5e-3 / 1e12.
-  assert "ours, jax 0: 5.50 ms, 181,818 tokens/s, MFU 54.5% (36.4% by the causal half)" in said
+  assert "jax 0: 5.50 ms (10.00 of the processor), 181,818 tokens/s, MFU 54.5% (36.4% by" in said
 
 
 @pytest.mark.parametrize(

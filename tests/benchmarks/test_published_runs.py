@@ -1,9 +1,8 @@
 """Published runs: each has its source and settings, and `plan` can be asked for it."""
 
 import collections
+import math
 import re
-
-import pytest
 
 from benchmarks.published_runs import read
 from configs.schema import recipes
@@ -29,22 +28,16 @@ def test_no_run_stands_twice():
   assert [place for place, count in places.items() if count > 1] == []
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.where[-40:]}, {run.model}")
-def test_a_run_is_complete(run):
-  assert re.fullmatch(r"github\.com/[\w.-]+/[\w.-]+", run.source)
-  assert re.fullmatch(r"commit [0-9a-f]{7,40}|20\d\d-\d\d-\d\d", run.version)
-  assert run.software
-  assert run.model in recipes.PRESETS
-  assert bool(run.tokens_per_second) != bool(run.tflops)  # one of them is published
-  size = 1
-  for axes in (run.mesh, run.slices):
-    for count in axes.values():
-      size *= count
-  assert size == run.devices
-  slices = re.match(r"(\d+)x(?=[a-z])", run.topology)
-  assert run.devices == run.place.devices * int(slices[1] if slices else 1)
-  copies = size // (
-    run.mesh.get("tensor", 1) * run.mesh.get("context", 1) * run.mesh.get("stage", 1)
-  )
-  parts = max(run.accumulation, run.microbatches or 1)
-  assert run.rows % (copies * parts) == 0
+def test_every_run_is_complete():
+  for run in RUNS:
+    assert re.fullmatch(r"github\.com/[\w.-]+/[\w.-]+", run.source), run
+    assert re.fullmatch(r"commit [0-9a-f]{7,40}|20\d\d-\d\d-\d\d", run.version), run
+    assert run.software, run
+    assert run.model in recipes.PRESETS, run
+    assert bool(run.tokens_per_second) != bool(run.tflops), run  # one of them is published
+    sizes = [*run.mesh.values(), *run.slices.values()]
+    slices = re.match(r"(\d+)x(?=[a-z])", run.topology)
+    assert math.prod(sizes) == run.devices == run.place.devices * int(slices[1] if slices else 1)
+    same_rows = [run.mesh.get(axis, 1) for axis in ("tensor", "context", "stage")]
+    copies, parts = run.devices // math.prod(same_rows), max(run.accumulation, run.microbatches)
+    assert run.rows % (copies * parts) == 0, run

@@ -80,35 +80,6 @@ def test_gathered_once_per_step_fsdp_sends_each_parameter_once():
   assert parts["parameters, gathered"] == parts["accumulated gradients"] == every * WIDE
 
 
-def test_tensor_parallelism_sends_in_every_tick():
-  regions = {"mesh.tensor": 2, "partitioning.sequence_parallel": True}
-  found = sent(staged(**regions))
-  each, width = L // S * ROUNDS, B // M * T * D * WIDE
-  # Of a layer: twice forward, twice again, and two gradients; the embedding, and the losses.
-  scattered = each * (2 + 2 + 2) + 2 * ROUNDS + M
-  assert found["reduce-scatter", ("tensor",)] == (scattered, scattered * width)
-  gathered = each * (2 + 2 + 4) + ROUNDS + M
-  assert found["all-gather", ("tensor",)] == (gathered, gathered * width)
-  assert found["collective-permute", ("stage",)] == (2 * ROUNDS, ROUNDS * width)
-
-
-def test_chunks_parameters_move_once_and_their_gradients_back():
-  step = staged(**INTERLEAVED, **{"mesh.data": 2})
-  found, chunks = sent(step), 2
-  parameters = L // S * (KERNELS + 2 * D) * WIDE
-  permutes = 2 * (chunks * M + S - 1)
-  residual = B // M // 2 * T * D * WIDE
-  arrays = 9
-  # Of its two chunks each stage keeps one, so one round sends.
-  assert found["collective-permute", ("stage",)] == (
-    permutes + 2 * arrays,
-    permutes * residual + 2 * parameters / chunks,
-  )
-  # Gradients are reduced over data once, after the last microbatch.
-  every = parameters + (2 * V * D + D) * WIDE
-  assert found["all-reduce", ("data",)][1] == every
-
-
 @pytest.mark.parametrize(
   ("keys", "inputs", "copy"),
   [({}, 2 * S - 3, 0), (INTERLEAVED, 2 * 2 * S, 1), (GPIPE, 2 * ROUNDS, 0)],

@@ -12,7 +12,7 @@ from partitioning.rules import size_text
 from planning import aot, plan, suggestions
 from planning.topology import parse
 from reports import plan_report
-from runtime import chips, units
+from runtime import chips
 
 CONSTANTS = "planning.constants=h100.hbm_bytes={}"
 
@@ -49,24 +49,6 @@ def test_what_would_save_time_is_printed_after_the_verdict_and_on_the_page():
   assert "\n  for 3 ms of a step\n" in plan_report.text(found)
   assert "<p>for 3 ms of a step</p>" in plan_report.html(found)
   assert found.as_json()["gather_once"] == "for 3 ms of a step"
-
-
-@pytest.mark.parametrize(
-  ("seconds", "text"),
-  [
-    *[(0, "0 s"), (3.186, "3.19 s"), (1234.5, "1,234 s"), (0.0123, "12.3 ms"), (1.5e-6, "1.5 us")],
-  ],
-)
-def test_seconds_have_a_unit_that_is_easy_to_read(seconds, text):
-  assert units.seconds(seconds) == text
-
-
-@pytest.mark.parametrize(
-  ("value", "text"),
-  [(3.16e-5, "3.16e-05"), (123.4, "123"), (819_200, "819,200"), (1.5e13, "15 trillion")],
-)
-def test_numbers_are_written_without_exponents_where_they_can_be(value, text):
-  assert units.number(value) == text
 
 
 def test_a_network_without_layers_is_planned_and_advised_too():
