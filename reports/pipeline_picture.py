@@ -4,7 +4,7 @@ Time goes from left to right. All stages do the same kind of work at a time, so 
 forward pass or a backward pass of every stage, and a cell without one is a part of the bubble.
 """
 
-import dataclasses
+import itertools
 import textwrap
 from typing import Any, NamedTuple
 
@@ -13,8 +13,7 @@ from reports.grid import gap_text, shown
 
 ROWS, COLUMNS = 12, 96  # more stages, and more columns on a page, are drawn with a gap
 BUBBLE, GAP = "░", "…"
-# Of a picture on a page, in inches: a character, the height of a row, the names of stages.
-CHARACTER, ROW, LEFT = 0.09, 0.25, 0.7
+PIXELS = 9  # of a character on a page
 # A backward pass takes three times as long as a forward pass, since it computes that again.
 LENGTHS = {Work.FORWARD: 1, Work.BACKWARD: 3}
 
@@ -155,63 +154,45 @@ def _range_text(numbers: range) -> str:
 
 
 def for_page(schedule: Schedule, layers: int) -> dict[str, Any]:
-  """Returns the picture and the layers of each stage, for the macro `schedules` of a page.
+  """Returns the lanes of the stages and the layers of each, for the macro `schedules` of a page.
 
-  Widths are times, and a cell's tooltip has its layers.
+  Widths are times, and a bar's tooltip has its layers.
 
   Args:
     schedule: of a mesh with stages.
     layers: of the model.
   """
-  # Not at the top: a training run imports this module for its text alone, and draws nothing.
-  import matplotlib
-  from matplotlib.figure import Figure
-  from matplotlib.patches import Rectangle
-
-  from reports import charts
-
   every, stages, several = columns(schedule), shown(schedule.stages, ROWS), schedule.chunks > 1
-  places, lefts, end = _middle_left_out(len(every), COLUMNS), [], 0
-  for place in places:
-    lefts.append(end)
-    end += 1 if place is None else LENGTHS[every[place].work]
-  wide, high = end * CHARACTER * (1 + len(_name(_last(schedule), several))), ROW * len(stages)
-  colors = {Work.FORWARD: charts.SERIES[0], Work.BACKWARD: charts.SERIES[1]}
-  style, titles = {"ha": "center", "va": "center"}, {}
-  with matplotlib.rc_context({**charts.SETTINGS, "hatch.linewidth": 0.4}):
-    figure = Figure(figsize=(LEFT + wide, high))
-    axes = figure.add_axes((LEFT / (LEFT + wide), 0, wide / (LEFT + wide), 1))
-    for row, stage in enumerate(stages):
-      for place, left in zip(places, lefts, strict=True) if stage is not None else ():
-        if place is None:
-          axes.text(left + 0.5, row, GAP, **style)
-          continue
-        work, unit = every[place].work, at(schedule, stage, every[place])
-        fill = {"color": colors[work], "alpha": 0.4} if unit else {"fill": False, "hatch": "/////"}
-        gid = f"cell{row}-{place}"
-        box = Rectangle((left, row - 0.5), LENGTHS[work], 1, gid=gid, lw=0.5, **fill)
-        axes.add_patch(box)
-        axes.text(left + LENGTHS[work] / 2, row, _name(unit, several) if unit else "", **style)
-        titles[gid] = _cell_text(schedule, layers, stage, every[place])
-    axes.set(xlim=(0, end), ylim=(len(stages) - 0.5, -0.5), xticks=[], frame_on=False)
-    names = [gap_text(stages, schedule.stages) if n is None else f"stage {n}" for n in stages]
-    axes.set_yticks(range(len(stages)), names)
-    axes.tick_params(length=0)
-    name = "-".join(map(str, ("pipeline", *dataclasses.astuple(schedule))))
-    picture = charts.for_page(figure, title(schedule), name, titles)
+  places = _middle_left_out(len(every), COLUMNS)
+  lengths = [1 if place is None else LENGTHS[every[place].work] for place in places]
+  whole = sum(lengths)
+
+  def bar(stage: int, place: int | None, left: int, length: int) -> dict[str, Any]:
+    where = {"left": 100 * left / whole, "width": 100 * length / whole}
+    if place is None:
+      return {**where, "kind": "gap", "text": GAP, "title": "left out"}
+    unit, work = at(schedule, stage, every[place]), every[place].work.value
+    said = f"no {work} pass"
+    if unit:
+      computed = _range_text(chunk_layers(schedule, layers, stage)[unit.chunk])
+      said = f"{work} pass of microbatch {unit.microbatch}, layers {computed}"
+    title = f"stage {stage}, tick {every[place].tick}: {said}"
+    text, kind = (_name(unit, several), work) if unit else ("", "wait")
+    return {**where, "kind": kind, "text": text, "title": title}
+
+  lefts = [0, *itertools.accumulate(lengths)][:-1]
+  rows = [
+    {"name": gap_text(stages, schedule.stages), "bars": []}
+    if stage is None
+    else {
+      "name": f"stage {stage}",
+      "bars": [bar(stage, *one) for one in zip(places, lefts, lengths, strict=True)],
+    }
+    for stage in stages
+  ]
   return {
     "title": title(schedule),
-    "picture": picture,
-    "pixels": round(96 * (LEFT + wide)),
+    "rows": rows,
+    "pixels": round(PIXELS * whole * (1 + len(_name(_last(schedule), several)))),
     "layers": [layers_text(schedule, layers, stage) for stage in range(schedule.stages)],
   }
-
-
-def _cell_text(schedule: Schedule, layers: int, stage: int, column: Column) -> str:
-  """Returns what a stage does then: `stage 1, tick 2: forward pass of microbatch 1, layers 2-3`."""
-  unit, work = at(schedule, stage, column), column.work.value
-  said = f"no {work} pass"
-  if unit:
-    computed = _range_text(chunk_layers(schedule, layers, stage)[unit.chunk])
-    said = f"{work} pass of microbatch {unit.microbatch}, layers {computed}"
-  return f"stage {stage}, tick {column.tick}: {said}"

@@ -545,7 +545,7 @@ def _gaps(gaps: Sequence[Gap]) -> PlanTable:
 def _lane_bar(kind: str, begin: float, seconds: float, whole: float, title: str) -> dict[str, Any]:
   """Returns a bar of a row, with its place in percent of the row."""
   place = {"left": round(100 * begin / whole, 3), "width": round(100 * seconds / whole, 3)}
-  return {**place, "kind": kind, "title": f"{title}: {units.seconds(seconds)}"}
+  return {**place, "kind": kind, "text": "", "title": f"{title}: {units.seconds(seconds)}"}
 
 
 def _layer_rows(layer: Layer) -> dict[str, Any]:

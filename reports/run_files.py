@@ -3,27 +3,14 @@
 import dataclasses
 import functools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
-from partitioning.parallel.pipeline_schedule import KINDS
 from reports import grid
 from runtime import files, forms
-from runtime.forms import (
-  FLAG,
-  NUMBER,
-  STEP,
-  TEXT,
-  Each,
-  Exactly,
-  Kind,
-  Needs,
-  OrNull,
-  is_number,
-  whole,
-)
+from runtime.forms import is_number
 from training import history, workdir_files
 from training.metrics import log_lines
 from training.metrics.log_lines import MOST_BYTES
@@ -187,7 +174,7 @@ def read(workdir: epath.PathLike) -> Run:
   return Run(
     name=folder.name,
     folder=str(folder),
-    config=dict(_flat(config)) if isinstance(config, dict) else {},
+    config=forms.flat(config) if isinstance(config, dict) else {},
     steps=[one for one in lines if "loss" in one],
     evaluations=[one for one in lines if "eval_loss" in one],
     rollbacks=[one for one in lines if log_lines.ROLLED_BACK in one],
@@ -217,41 +204,12 @@ def _layout(path: epath.Path) -> dict[str, Any] | None:
   """Returns what `layout.json` says, with its drawings; None if it is damaged."""
   try:
     values = files.read_json(path)
-    forms.check(values, _LAYOUT, str(path))
     values["mesh"] = values["mesh"] and grid.from_json(values["mesh"])
     for one in values["drawings"]:
       one["sheet"] = grid.from_json(one["sheet"])
-  except (OSError, ValueError):
+  except (OSError, ValueError, KeyError, TypeError):
     return None
   return values
-
-
-_EDGE = Exactly({"title": TEXT, "under": TEXT, "labels": [TEXT]})
-_CELL = Exactly({"devices": [STEP], "text": OrNull(TEXT), "hatch": STEP})
-_SHEET = Exactly(
-  {
-    **{"title": TEXT, "rows": _EDGE, "columns": _EDGE, "notes": [TEXT], "turnable": FLAG},
-    "panels": Each([_CELL]),
-  }
-)
-_COUNT = whole(1, 2**20)
-_LAYOUT = Needs(
-  {
-    **{"caption": TEXT, "mesh": OrNull(_SHEET), "parameters": STEP, "replicated_bytes": NUMBER},
-    "bytes_per_device": Each(NUMBER),
-    "drawings": [Needs({"names": [TEXT], "sheet": _SHEET})],
-  },
-  {
-    "pipeline": OrNull(
-      Exactly(
-        {
-          "kind": Kind(f"one of {', '.join(KINDS)}", lambda value: value in KINDS),
-          **dict.fromkeys(("stages", "microbatches", "chunks", "layers"), _COUNT),
-        }
-      )
-    ),
-  },
-)
 
 
 def _on_disk(folder: epath.Path) -> list[int]:
@@ -259,12 +217,3 @@ def _on_disk(folder: epath.Path) -> list[int]:
     return sorted(int(child.name) for child in folder.iterdir() if child.name.isdecimal())
   except OSError:
     return []
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-  """Yields (dotted key, value); a section without keys has none."""
-  for key, value in values.items():
-    if isinstance(value, dict) and value:
-      yield from _flat(value, f"{prefix}{key}.")
-    elif value != {}:
-      yield prefix + key, value

@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from markupsafe import Markup
 
@@ -28,13 +28,6 @@ SAMPLES = 8  # that are shown
 CHECKPOINTS = 40  # steps that are listed
 
 
-class Section(NamedTuple):
-  """A section: its heading, and the argument of its macro."""
-
-  title: str
-  values: Mapping[str, Any]
-
-
 def evenly(count: int, most: int) -> list[int]:
   """Returns at most `most` of the places 0 to count - 1, evenly spaced from first to last."""
   if count <= most:
@@ -42,7 +35,7 @@ def evenly(count: int, most: int) -> list[int]:
   return [round(place * (count - 1) / (most - 1)) for place in range(most)]
 
 
-def goodput(run: Run) -> Section | None:
+def goodput(run: Run) -> Mapping[str, Any] | None:
   """Returns where the time went, over all starts, as one bar."""
   if run.times is None:
     return None
@@ -56,73 +49,56 @@ def goodput(run: Run) -> Section | None:
       "percent": round(100 * value / whole, 3),
       "number": number,
     }
-    for number, (name, value) in enumerate(_first_steps(seconds).items())
+    for number, (name, value) in enumerate(
+      sorted(seconds.items(), key=lambda one: one[0] != "step")  # whose share is the goodput
+    )
   ]
   many = f"{len(run.starts)} starts" if len(run.starts) > 1 else "one start"
   title = (
     f"{units.clock(whole)} from the first start on, over {many}" if run.starts else "all starts"
   )
-  return Section("Where the time went", {"parts": parts, "title": title})
+  return {"parts": parts, "title": title}
 
 
-def _first_steps(seconds: Mapping[str, float]) -> dict[str, float]:
-  """Returns the bins, that of steps first: its share is the goodput."""
-  return {name: seconds[name] for name in sorted(seconds, key=lambda name: name != "step")}
-
-
-def step_time(run: Run) -> Section | None:
+def step_time(run: Run) -> Mapping[str, Any] | None:
   """Returns measured and predicted step time, and the collectives by axis."""
-  compiled = run.events(history.COMPILED)[-1:]
-  if not compiled:
+  if not (compiled := run.events(history.COMPILED)):
     return None
-  [event] = compiled
+  event = compiled[-1]
   predicted = event.get("predicted") or {}
   measured = run.median_of_last_start("step_seconds")
-  rows, most = [], measured or 0.0
-  if "step_seconds" in predicted:
-    most = max(most, *predicted["step_seconds"])
-    names = ("predicted, low", "predicted, expected", "predicted, high")
-    rows = [*zip(names, predicted["step_seconds"], strict=True)]
+  expected = predicted.get("step_seconds") or ()
+  names = ("predicted, low", "predicted, expected", "predicted, high")
+  rows = dict(zip(names, expected, strict=False))
   if measured is not None:
-    rows.append(("measured, median since the newest start", measured))
-  times = [
-    {"name": name, "text": units.seconds(value), "percent": round(100 * value / most, 2)}
-    for name, value in rows
-    if most
-  ]
-  ratio = ""
-  if measured and "step_seconds" in predicted:
-    expected = predicted["step_seconds"][1]
-    ratio = f"The measured step takes {measured / expected:.3g} times the predicted one."
+    rows["measured, median since the newest start"] = measured
+  most, ratio = max(rows.values(), default=0.0), ""
+  if measured and expected:
+    ratio = f"The measured step takes {measured / expected[1]:.3g} times the predicted one."
   costs = {(one["axis"], one["kind"]): one for one in predicted.get("sent", ())}
-  collectives = [
-    {
-      "axis": one["axis"],
-      "kind": one["kind"],
-      "numbers": [
-        f"{one['runs']:,}",
-        units.size(one["bytes"]),
-        *_cost(costs.get((one["axis"], one["kind"]))),
-      ],
-    }
-    for one in event.get("collectives", ())
-  ]
-  values = {
-    **{"times": times, "ratio": ratio, "collectives": collectives},
-    "topology": predicted.get("topology", ""),
-    "accuracy": predicted.get("accuracy", ""),
-    "missing": predicted.get("missing", ""),
+
+  def numbers(one: Mapping[str, Any]) -> list[str]:
+    cost = costs.get((one["axis"], one["kind"]))
+    times = (cost["seconds"], cost["exposed"]) if cost else ()
+    shown = [f"{one['runs']:,}", units.size(one["bytes"]), *map(units.seconds, times)]
+    return shown if times else [*shown, "", ""]
+
+  return {
+    "times": [
+      {"name": name, "text": units.seconds(value), "percent": round(100 * value / most, 2)}
+      for name, value in rows.items()
+      if most
+    ],
+    "ratio": ratio,
+    "collectives": [
+      {"axis": one["axis"], "kind": one["kind"], "numbers": numbers(one)}
+      for one in event.get("collectives", ())
+    ],
+    **{key: predicted.get(key, "") for key in ("topology", "accuracy", "missing")},
   }
-  return Section("Step time and collectives", values)
 
 
-def _cost(predicted: Mapping[str, Any] | None) -> list[str]:
-  if predicted is None:
-    return ["", ""]
-  return [units.seconds(predicted["seconds"]), units.seconds(predicted["exposed"])]
-
-
-def memory(run: Run) -> Section | None:
+def memory(run: Run) -> Mapping[str, Any] | None:
   """Returns the memory of a device: what is stored, the compiler's peak, the measured one."""
   compiled = run.events(history.COMPILED)[-1:]
   predicted = (compiled[0].get("predicted") or {}) if compiled else {}
@@ -137,59 +113,48 @@ def memory(run: Run) -> Section | None:
   simulated = bool(run.starts and run.starts[-1].get("simulated"))
   sums = [("peak, by the compiler", peak), ("peak, measured", measured)]
   sums.append(("memory of a device" + (", assumed" if simulated else ""), limit))
-  return Section(
-    "Memory of a device",
-    {
-      "bar": memory_bar(parts, limit, measured),
-      "sums": [(name, units.size(size)) for name, size in sums if size is not None],
-      "measured": measured is not None,
-    },
-  )
+  return {
+    "bar": memory_bar(parts, limit, measured),
+    "sums": [(name, units.size(size)) for name, size in sums if size is not None],
+    "measured": measured is not None,
+  }
 
 
-def layout(run: Run) -> Section | None:
+def layout(run: Run) -> Mapping[str, Any] | None:
   """Returns the mesh and how the largest parameters are sharded over it."""
   if run.layout is None:
     return None
-  values = run.layout
-  counts = f"{values['parameters']:,} parameters"
-  sizes = values["bytes_per_device"]
+  sizes = run.layout["bytes_per_device"]
   held = sum(size for name, size in sizes.items() if name != "batch")
   text = (
-    f"{counts}; with optimizer state {units.size(held)} per device, of which "
-    f"{units.size(values['replicated_bytes'])} are replicated on every device."
+    f"{run.layout['parameters']:,} parameters; with optimizer state {units.size(held)} per device, "
+    f"of which {units.size(run.layout['replicated_bytes'])} are replicated on every device."
   )
-  return Section("Mesh and layout", {**values, "text": text})
+  return {**run.layout, "text": text}
 
 
-def pipeline(run: Run) -> Section | None:
+def pipeline(run: Run) -> Mapping[str, Any] | None:
   """Returns the schedule of the pipeline's stages; None without a pipeline."""
-  values = dict((run.layout or {}).get("pipeline") or {})
-  if not values:
+  if not (values := dict((run.layout or {}).get("pipeline") or {})):
     return None
   layers = values.pop("layers")
-  schedule = Schedule(**values)
-  return Section("Pipeline", pipeline_picture.for_page(schedule, layers))
+  return pipeline_picture.for_page(Schedule(**values), layers)
 
 
-def samples(run: Run) -> Section | None:
+def samples(run: Run) -> Mapping[str, Any] | None:
   """Returns what the model has written over time."""
   drawn = run.of_steps(history.SAMPLE)
   if not drawn:
     return None
   kept = [drawn[place] for place in evenly(len(drawn), SAMPLES)]
   rows = [
-    {
-      "step": f"{one['step']:,}",
-      "prompt": str(one.get("prompt", "")),
-      "text": str(one.get("text", "")),
-    }
+    {"step": f"{one['step']:,}", **{key: str(one.get(key, "")) for key in ("prompt", "text")}}
     for one in kept
   ]
-  return Section("Samples", {"rows": rows, "count": len(drawn)})
+  return {"rows": rows, "count": len(drawn)}
 
 
-def starts(run: Run) -> Section | None:
+def starts(run: Run) -> Mapping[str, Any] | None:
   """Returns the starts of the run: when, from which step, on what, how each ended."""
   rows, before = [], {}
   for place, one in enumerate(run.history):
@@ -211,9 +176,7 @@ def starts(run: Run) -> Section | None:
       ]
     )
     before = versions
-  if not rows:
-    return None
-  return Section("Starts", {"rows": rows, "versions": before})
+  return {"rows": rows} if rows else None
 
 
 def _ending(run: Run, place: int) -> str:
@@ -232,40 +195,34 @@ def time_text(seconds: float) -> str:
   return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
-def checkpoints(run: Run) -> Section | None:
+def checkpoints(run: Run) -> Mapping[str, Any] | None:
   """Returns which steps were saved, and which of them are there."""
   if not run.saved:
     return None
   kept = [f"{run.saved[place]:,}" for place in evenly(len(run.saved), CHECKPOINTS)]
   on_disk = [f"{step:,}" for step in run.on_disk[-CHECKPOINTS:]]
-  values = {"saved": kept, "count": len(run.saved), "on_disk": on_disk}
-  return Section("Checkpoints", values)
+  return {"saved": kept, "count": len(run.saved), "on_disk": on_disk}
 
 
-def bad_steps(run: Run) -> Section | None:
+def bad_steps(run: Run) -> Mapping[str, Any] | None:
   """Returns the bad steps, and where the run was rolled back to."""
   back = {one["rolled_back"]: one for one in run.rollbacks}
-  rows = [
-    [
-      f"{step:,}",
-      why,
-      f"{back[step]['step']:,}" if step in back else "",
-      ", ".join(f"{a:,} to {b:,}" for a, b in back[step].get("skipped_rows", ()))
-      if step in back
-      else "",
-    ]
-    for step, why in run_charts.bad_steps(run)
-  ]
-  return Section("Bad steps", {"rows": rows}) if rows else None
+  rows = []
+  for step, why in run_charts.bad_steps(run):
+    to = back.get(step)
+    skipped = to.get("skipped_rows", ()) if to else ()
+    ranges = ", ".join(f"{first:,} to {last:,}" for first, last in skipped)
+    rows.append([f"{step:,}", why, f"{to['step']:,}" if to else "", ranges])
+  return {"rows": rows} if rows else None
 
 
-def configuration(run: Run) -> Section | None:
+def configuration(run: Run) -> Mapping[str, Any] | None:
   """Returns the resolved config, and the versions of the newest start."""
   if not run.config:
     return None
   rows = [(key, value_text(value)) for key, value in run.config.items()]
   versions = run.starts[-1].get("versions", {}) if run.starts else {}
-  return Section("Config and versions", {"rows": rows, "versions": versions})
+  return {"rows": rows, "versions": versions}
 
 
 def value_text(value: Any) -> str:
@@ -293,7 +250,8 @@ def version_differences(runs: Sequence[Run]) -> list[list[str]]:
 
 def commands_of_run(run: Run) -> list[tuple[str, str]]:
   """Returns (what it does, command) of what a run's page offers; the folder stands for the run."""
-  resume = ("resume", "train {}") if run.done < run.total else _longer(run)
+  longer = f"train {{}} training.steps={2 * max(run.done, run.total)}"
+  resume = ("resume", "train {}") if run.done < run.total else ("train for longer", longer)
   chat = " --chat" * (run.config.get("data.name") == catalog.CONVERSATIONS)
   sample = [("sample", f"sample {{}}{chat}")] if run.unit == "tokens" else []
   offered = [resume, ("evaluate", "evaluate {}"), *sample]
@@ -302,32 +260,28 @@ def commands_of_run(run: Run) -> list[tuple[str, str]]:
   return [(what, f"python main.py {command.format(folder)}") for what, command in offered]
 
 
-def _longer(run: Run) -> tuple[str, str]:
-  return "train for longer", f"train {{}} training.steps={2 * max(run.done, run.total)}"
-
-
-def commands(run: Run) -> Section:
+def commands(run: Run) -> Mapping[str, Any]:
   """Returns the section of the commands."""
-  return Section("Commands", {"commands": commands_of_run(run)})
+  return {"commands": commands_of_run(run)}
 
 
 # ------------------------------ the page ------------------------------
 
-# What follows the charts, in this order: functions that return a section of the page, or None where
-# a run has nothing for it. Its macro, in templates/run_sections.html.j2, has the function's name.
-SECTIONS: tuple[Callable[[Run], Section | None], ...] = (
-  samples,
-  goodput,
-  step_time,
-  memory,
-  layout,
-  pipeline,
-  starts,
-  checkpoints,
-  bad_steps,
-  commands,
-  configuration,
-)
+# What follows the charts, in this order: heading -> function that returns the values of its macro,
+# which has its name in templates/run_sections.html.j2, or None where a run has nothing for it.
+SECTIONS: dict[str, Callable[[Run], Mapping[str, Any] | None]] = {
+  "Samples": samples,
+  "Where the time went": goodput,
+  "Step time and collectives": step_time,
+  "Memory of a device": memory,
+  "Mesh and layout": layout,
+  "Pipeline": pipeline,
+  "Starts": starts,
+  "Checkpoints": checkpoints,
+  "Bad steps": bad_steps,
+  "Commands": commands,
+  "Config and versions": configuration,
+}
 ROWS = 200  # of a table of numbers
 
 
@@ -347,81 +301,72 @@ def html(run: Run, *, command: str = "") -> str:
     marks=sorted({mark.kind for mark in run_charts.marks_of(run)}),
     tables=[*_numbers(run)],
     damaged=run.damaged,
-    sections=[(make.__name__, found) for make in SECTIONS if (found := make(run)) is not None],
+    sections=[
+      (title, make.__name__, values)
+      for title, make in SECTIONS.items()
+      if (values := make(run)) is not None
+    ],
   )
 
 
 def verdict(run: Run) -> tuple[str, str]:
   """Returns "good", "bad" or "", and one sentence: how far the run is, and how well."""
-  total = f" of {run.total:,}" if run.total else ""
-  end = run.end
-  how = end.get("how") if end else ""
+  steps = f"{run.done:,}" + (f" of {run.total:,}" if run.total else "")
+  how = run.end.get("how") if run.end else ""
   if how == "done" or (run.times is not None and run.times["done"]):
-    good, text = "good", f"Done: {run.done:,}{total} steps"
+    good, text = "good", f"Done: {steps} steps"
   elif how == "failed":
-    good, text = "bad", f"Failed after step {run.done:,}{total} ({end.get('why', '')})"
+    good, text = "bad", f"Failed after step {steps} ({run.end.get('why', '')})"
   elif how == "stopped":
-    good, text = "", f"Stopped after step {run.done:,}{total}; the same command resumes"
+    good, text = "", f"Stopped after step {steps}; the same command resumes"
   else:
-    good, text = "", f"Step {run.done:,}{total} when this page was written"
-  results = [*_result_texts(run)]
+    good, text = "", f"Step {steps} when this page was written"
+  results = [_result_text(run)] if run.points("loss") or run.points("eval_loss") else []
   if run.times is not None:
-    seconds = sum(run.times["seconds"].values())
-    share = units.percent(run.times["goodput"])
-    results.append(f"goodput {share} of {units.clock(seconds)}{_over_starts(run)}")
+    seconds, count = sum(run.times["seconds"].values()), len(run.starts)
+    over = f" over {count} starts" if count > 1 else ""
+    results.append(f"goodput {units.percent(run.times['goodput'])} of {units.clock(seconds)}{over}")
   return good, f"{text}. {'; '.join(results).capitalize()}." if results else f"{text}."
 
 
-def _over_starts(run: Run) -> str:
-  count = len(run.starts)
-  return f" over {count} starts" if count > 1 else ""
-
-
-def _result_texts(run: Run) -> Iterator[str]:
-  if points := run.points("eval_loss"):
-    more = []
-    for key, name in (("eval_bits_per_byte", "bits per byte"), ("eval_accuracy", "accuracy")):
-      if values := run.points(key):
-        shown = units.percent(values[-1][1]) if name == "accuracy" else f"{values[-1][1]:.3f}"
-        more = [f"{shown} {name}"]
-    if over := log_lines.examples_text(run.evaluations[-1]):
-      more.append(over)
-    yield f"evaluation loss {points[-1][1]:.4f}{_error(run, 'eval_loss')}" + (
-      f" ({', '.join(more)})" if more else ""
-    )
-  elif points := run.points("loss"):
-    yield f"training loss {points[-1][1]:.4f}"
-
-
-def _error(run: Run, key: str) -> str:
-  """Returns ` ± 0.0123`, the standard error of the newest evaluation; "" where it has none."""
-  error = number(run.evaluations[-1].get(log_lines.standard_error(key)))
-  return f" ± {error:.4f}" if error else ""
+def _result_text(run: Run) -> str:
+  """Returns the newest loss, of the evaluation where there is one."""
+  if not (points := run.points("eval_loss")):
+    return f"training loss {run.points('loss')[-1][1]:.4f}"
+  error = number(run.evaluations[-1].get(log_lines.standard_error("eval_loss")))
+  more = []
+  if values := run.points("eval_accuracy"):
+    more.append(f"{units.percent(values[-1][1])} accuracy")
+  elif values := run.points("eval_bits_per_byte"):
+    more.append(f"{values[-1][1]:.3f} bits per byte")
+  more += filter(None, [log_lines.examples_text(run.evaluations[-1])])
+  loss = f"evaluation loss {points[-1][1]:.4f}" + (f" ± {error:.4f}" if error else "")
+  return loss + (f" ({', '.join(more)})" if more else "")
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
   """Returns (name, value) of the numbers that matter most."""
   last = {key: points[-1][1] for key in run.keys if (points := run.points(key))}
-  speed = run.median_of_last_start(f"{run.unit}_per_second")
-  facts = [
-    ("step", f"{run.done:,}" + (f" of {run.total:,}" if run.total else "")),
-    ("training loss", _shown(last.get("loss"), "{:.4f}")),
-    ("evaluation loss", _shown(last.get("eval_loss"), "{:.4f}")),
-    ("bits per byte", _shown(last.get("eval_bits_per_byte"), "{:.3f}")),
-    ("accuracy", _shown(last.get("eval_accuracy"), "{:.1f} %")),
-    (f"{run.unit} per second", _shown(speed, "{:,.0f}")),
-    ("MFU", _shown(run.median_of_last_start("mfu"), "{:.1f} %")),
-    ("goodput", _shown(run.times and run.times["goodput"], "{:.1f} %")),
-    ("starts", f"{len(run.starts)}" if run.starts else ""),
+  last["speed"] = run.median_of_last_start(f"{run.unit}_per_second")
+  last["mfu"] = run.median_of_last_start("mfu")
+  last["goodput"] = run.times and run.times["goodput"]
+  facts = {
+    "loss": ("training loss", "{:.4f}"),
+    "eval_loss": ("evaluation loss", "{:.4f}"),
+    "eval_bits_per_byte": ("bits per byte", "{:.3f}"),
+    "eval_accuracy": ("accuracy", "{:.1%}"),
+    "speed": (f"{run.unit} per second", "{:,.0f}"),
+    "mfu": ("MFU", "{:.1%}"),
+    "goodput": ("goodput", "{:.1%}"),
+  }
+  shown = [
+    (name, form.format(last[key]).replace("%", " %"))
+    for key, (name, form) in facts.items()
+    if last.get(key) is not None
   ]
-  return [(name, text) for name, text in facts if text]
-
-
-def _shown(value: float | None, form: str) -> str:
-  """Returns a number by a format; a share of 1 where the format has a percent sign."""
-  if value is None:
-    return ""
-  return form.format(100 * value if form.endswith("%") else value)
+  step = f"{run.done:,}" + (f" of {run.total:,}" if run.total else "")
+  starts_text = [("starts", f"{len(run.starts)}")] if run.starts else []
+  return [("step", step), *shown, *starts_text]
 
 
 def drawn_charts(

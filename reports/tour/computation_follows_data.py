@@ -26,28 +26,26 @@ program. `python main.py` prints them in this way before the first step of a run
 """
 
 
-def elementwise(spec=("data", "tensor")):
+def elementwise():
   """Takes the sine of each number."""
   mesh = mesh_of(data=4, tensor=2)
   x = jnp.arange(16 * 8, dtype=jnp.float32).reshape(16, 8)
-  x = jax.device_put(x, NamedSharding(mesh, P(*spec)))
+  x = jax.device_put(x, NamedSharding(mesh, P("data", "tensor")))
   compiled = jax.jit(jnp.sin).lower(x).compile()
   return mesh, compiled, x, compiled(x)
 
 
 def _elementwise(result) -> Shown:
   mesh, compiled, x, y = result
-  kept = y.sharding.is_equivalent_to(x.sharding, x.ndim)
-  where = "is sharded like x" if kept else "is not sharded like x"
   findings = [
-    f"x is sharded as {scene.spec(x)}; sin(x) {where}: {scene.spec(y)}.",
+    f"x is sharded as {scene.spec(x)}, and sin(x) as {scene.spec(y)}.",
     scene.communication(compiled, mesh),
   ]
-  pictures = [
-    picture(a.shape, a.sharding, title=title, dims=("row", "column"))
-    for a, title in ((x, "x"), (y, "sin(x)"))
-  ]
-  return Shown(findings, pictures)
+  return Shown(findings, [_drawn(x, "x", "row", "column"), _drawn(y, "sin(x)", "row", "column")])
+
+
+def _drawn(x, title, *dims):
+  return picture(x.shape, x.sharding, title=title, dims=dims)
 
 
 def product(x_spec=("data", None), y_spec=(None, "tensor")):
@@ -66,32 +64,26 @@ def product(x_spec=("data", None), y_spec=(None, "tensor")):
 
 def _product(result) -> Shown:
   mesh, compiled, x, y, z, right = result
+  needed, x_has, y_has = x.shape[1], scene.shard(x)[1], scene.shard(y)[0]
+  if needed == x_has == y_has:
+    why = f"Each device has full rows of x and full columns of y, all {needed} numbers of each."
+  else:
+    why = (
+      f"An element is a sum of {needed} products. A device holds {x_has} numbers of its row of x "
+      f"and {y_has} of its column of y. The rest has to come from other devices."
+    )
   findings = [
     f"x is sharded as {scene.spec(x)}, y as {scene.spec(y)}, and the product as {scene.spec(z)}.",
     scene.communication(compiled, mesh),
-    _why(x, y),
+    why,
     f"The product and NumPy's are {scene.close(z, right)}.",
   ]
-  drawn = (
-    (x, "x", ("row", "inner")),
-    (y, "y", ("inner", "column")),
-    (z, "x @ y", ("row", "column")),
-  )
-  pictures = [picture(a.shape, a.sharding, title=title, dims=dims) for a, title, dims in drawn]
+  pictures = [
+    _drawn(x, "x", "row", "inner"),
+    _drawn(y, "y", "inner", "column"),
+    _drawn(z, "x @ y", "row", "column"),
+  ]
   return Shown(findings, pictures)
-
-
-def _why(x, y) -> str:
-  """Returns whether each device has what its block of the product needs, by what it holds."""
-  needed = x.shape[1]
-  whole = x.sharding.shard_shape(x.shape)[1] == needed == y.sharding.shard_shape(y.shape)[0]
-  if whole:
-    return f"Each device has full rows of x and full columns of y, all {needed} numbers of each."
-  x_has, y_has = x.sharding.shard_shape(x.shape)[1], y.sharding.shard_shape(y.shape)[0]
-  return (
-    f"An element is a sum of {needed} products. A device holds {x_has} numbers of its row of x and "
-    f"{y_has} of its column of y. The rest has to come from other devices."
-  )
 
 
 def product_with_communication():
@@ -99,46 +91,36 @@ def product_with_communication():
   return product(x_spec=(None, "tensor"), y_spec=("tensor", None))
 
 
-def different_devices(first=1, second=2):
+def different_devices():
   """Adds arrays that were placed on a device explicitly, and one that was not."""
-  x = jax.device_put(jnp.ones(4), jax.devices()[first])
-  y = jax.device_put(jnp.ones(4), jax.devices()[second])
-  free = jnp.ones(4)
+  x = jax.device_put(jnp.ones(4), jax.devices()[1])
+  y = jax.device_put(jnp.ones(4), jax.devices()[2])
+  z = jnp.ones(4)
   try:
-    return x, y, free, x + free, x + y
+    return x, y, z, x + z, x + y
   except ValueError as error:
-    return x, y, free, x + free, error
+    return x, y, z, x + z, error
 
 
 def _different_devices(result) -> Shown:
-  x, y, free, followed, outcome = result
-  on_x, on_y, made_on, ran_on = (_device(a) for a in (x, y, free, followed))
+  *arrays, error = result
+  on_x, on_y, on_z, ran_on = (device.id for x in arrays for device in x.devices())
   findings = [
-    f"x was placed on device {on_x}. z = jnp.ones(4) was created on device {made_on} and not "
-    f"placed explicitly: x + z is on device {ran_on}."
+    f"x was placed on device {on_x}. z = jnp.ones(4) was created on device {on_z} and not placed "
+    f"explicitly: x + z is on device {ran_on}.",
+    f"y was placed on device {on_y}. x + y is refused ({type(error).__name__}): JAX does not "
+    "choose for you.",
   ]
-  if isinstance(outcome, Exception):
-    findings.append(
-      f"y was placed on device {on_y}. x + y is refused ({type(outcome).__name__}): JAX does not "
-      "choose for you."
-    )
-    return Shown(findings, text=str(outcome))
-  findings.append(f"y was placed on device {on_y}. x + y is on device {_device(outcome)}.")
-  return Shown(findings)
+  return Shown(findings, text=str(error))
 
 
-def _device(x) -> int:
-  [device] = x.devices()
-  return device.id
-
-
-def before_the_first_step(width=100):
+def before_the_first_step():
   """Asks the application for a network whose dims 8-way `tensor` does not divide.
 
   The application checks the layout of every array before it starts, and reports all errors.
   """
   config = importlib.import_module("configs.tp8").get_config("mlp_tutorial")
-  config.model.model_size, config.model.feedforward_size = 64, width
+  config.model.model_size, config.model.feedforward_size = 64, 100
   config = finalize.finalize(config, jax.default_backend())
   sizes = resolve_sizes(config.mesh, None)
   try:
@@ -147,15 +129,13 @@ def before_the_first_step(width=100):
     return error
 
 
-def _before_the_first_step(outcome) -> Shown:
-  if isinstance(outcome, LayoutError):
-    names = [failure.partition(":")[0] for failure in outcome.failures]
-    findings = [
-      f"Refused before the first step. One message names all {len(names)} wrong arrays: "
-      f"{', '.join(names)}."
-    ]
-    return Shown(findings, text=str(outcome))
-  return Shown(["Accepted: every dim is divisible by the axes that shard it."])
+def _before_the_first_step(error: LayoutError) -> Shown:
+  names = [failure.partition(":")[0] for failure in error.failures]
+  findings = [
+    f"Refused before the first step. One message names all {len(names)} wrong arrays: "
+    f"{', '.join(names)}."
+  ]
+  return Shown(findings, text=str(error))
 
 
 SCENES = (

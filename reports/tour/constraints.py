@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,7 +22,7 @@ The numbers stay the same. What each device holds, and what is sent, can change.
 """
 
 
-def before_and_after(spec=(None, "tensor")):
+def before_and_after():
   """Multiplies x, sharded by rows, by a replicated w, without and with a constraint.
 
   The first program leaves the sharding to the compiler; the second sets it.
@@ -36,35 +35,31 @@ def before_and_after(spec=(None, "tensor")):
     return jnp.sin(x @ w)
 
   def constrained(x, w):
-    return jax.lax.with_sharding_constraint(jnp.sin(x @ w), NamedSharding(mesh, P(*spec)))
+    by_columns = NamedSharding(mesh, P(None, "tensor"))
+    return jax.lax.with_sharding_constraint(jnp.sin(x @ w), by_columns)
 
   programs = [jax.jit(f).lower(x, w).compile() for f in (left_alone, constrained)]
   return mesh, programs, [program(x, w) for program in programs]
 
 
 def _before_and_after(result) -> Shown:
-  mesh, programs, (before, after) = result
+  mesh, programs, arrays = result
+  sent = [scene.sent_text(program, mesh) for program in programs]
+  before, after = (rules.size_text(scene.held_bytes(x)) for x in arrays)
   findings = [
-    f"Before: the result is sharded as {scene.spec(before)}, {scene.blocks(before)}; the "
-    f"program sends {scene.sent_text(programs[0], mesh)}.",
-    f"After: it is sharded as {scene.spec(after)}, {scene.blocks(after)}; the program sends "
-    f"{scene.sent_text(programs[1], mesh)}.",
-    f"The numbers are {scene.close(after, before)}.",
+    f"Before: the result is sharded as {scene.spec(arrays[0])}, {scene.blocks(arrays[0])}; the "
+    f"program sends {sent[0]}.",
+    f"After: it is sharded as {scene.spec(arrays[1])}, {scene.blocks(arrays[1])}; the program "
+    f"sends {sent[1]}.",
+    f"The numbers are {scene.close(*arrays)}.",
+    f"A device holds {before} of the result before and {after} after.",
   ]
-  if before.sharding.is_equivalent_to(after.sharding, after.ndim):
-    findings.append("The constraint sets what the compiler had chosen: nothing changes.")
-  else:
-    findings.append(
-      f"The constraint has an effect. A device holds "
-      f"{rules.size_text(scene.held_bytes(before))} of the result before and "
-      f"{rules.size_text(scene.held_bytes(after))} after."
-    )
-  drawn = ((before, "before"), (after, "after"))
-  return Shown(findings, [_drawn(a, title) for a, title in drawn])
+  titled = zip(arrays, ("before", "after"), strict=True)
+  return Shown(findings, [_drawn(x, title, "row", "column") for x, title in titled])
 
 
-def _drawn(x, title):
-  return picture(x.shape, x.sharding, title=title, dims=("row", "column"))
+def _drawn(x, title, *dims):
+  return picture(x.shape, x.sharding, title=title, dims=dims)
 
 
 def two_layers(x_BD, w_DF, w_FD):
@@ -73,7 +68,7 @@ def two_layers(x_BD, w_DF, w_FD):
   return constrain(hidden_BF @ w_FD, "BD"), hidden_BF
 
 
-def by_letters(tables=((), ("tensor",))):
+def by_letters():
   """Constrains by letters, as the models of this project do, under two different tables.
 
   The program names dims: B, D and F. A table says which mesh axes a dim takes. So one program runs
@@ -85,7 +80,7 @@ def by_letters(tables=((), ("tensor",))):
   w_DF, w_FD = jnp.ones((12, 32)), jnp.ones((32, 12))
 
   results = []
-  for feedforward in tables:
+  for feedforward in ((), ("tensor",)):
     table = {"batch": ("data",), "model": (), "feedforward": feedforward}
     with jax.set_mesh(mesh), activation_layout(legend, table):
       # A new function each time: JAX caches traces, and the table is not part of the cache key.
@@ -97,33 +92,20 @@ def by_letters(tables=((), ("tensor",))):
 
 def _by_letters(result) -> Shown:
   mesh, results = result
-  findings = []
-  for table, compiled, y, hidden in results:
-    axes = "+".join(table["feedforward"]) or "no axis"
-    findings.append(
-      f"feedforward takes {axes}: the hidden values BF are sharded as {scene.spec(hidden)}, "
-      f"{scene.blocks(hidden)}, and the result BD as {scene.spec(y)}. The program sends "
-      f"{scene.sent_text(compiled, mesh)}."
-    )
-  first, second = (r[2] for r in results)
-  findings.append(f"The results are {scene.close(second, first)}.")
-  before, after = (_operations(compiled) for _, compiled, _, _ in results)
-  if after < before:
-    findings.append(
-      f"The second table saves work: {after:,} operations on each device instead of {before:,}."
-    )
-  else:
-    findings.append(f"The second table saves no work: {after:,} operations on each device.")
-  pictures = [
-    picture(hidden.shape, hidden.sharding, title=f"hidden, {name} table", dims=("B", "F"))
-    for (_, _, _, hidden), name in zip(results, ("first", "second"), strict=True)
+  findings = [
+    f"feedforward takes {'+'.join(table['feedforward']) or 'no axis'}: the hidden values BF are "
+    f"sharded as {scene.spec(hidden)}, {scene.blocks(hidden)}, and the result BD as "
+    f"{scene.spec(y)}. The program sends {scene.sent_text(compiled, mesh)}."
+    for table, compiled, y, hidden in results
   ]
-  return Shown(findings, pictures)
-
-
-def _operations(compiled) -> int:
-  """Returns the multiplications, additions and the like of one device, as the compiler counts."""
-  return int(np.round(compiled.cost_analysis()["flops"]))
+  (_, first, ours, plain), (_, second, theirs, cut) = results
+  before, after = (round(one.cost_analysis()["flops"]) for one in (first, second))
+  findings += [
+    f"The results are {scene.close(theirs, ours)}.",
+    f"The second table saves work: {after:,} operations on each device instead of {before:,}.",
+  ]
+  titles = ((plain, "hidden, first table"), (cut, "hidden, second table"))
+  return Shown(findings, [_drawn(hidden, title, "B", "F") for hidden, title in titles])
 
 
 SCENES = (

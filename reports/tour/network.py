@@ -4,7 +4,6 @@ import importlib
 import time
 
 import jax
-import numpy as np
 
 from configs.schema import finalize, validate
 from partitioning import rules
@@ -31,10 +30,10 @@ device is then the input that layer 3 needs there.
 """
 
 
-def job_of(strategy: str, width: int = WIDTH) -> Job:
+def job_of(strategy: str) -> Job:
   """Returns the job of a config in configs/, its layout checked, nothing started."""
   config = importlib.import_module(f"configs.{strategy}").get_config("mlp_tutorial")
-  config.model.model_size = config.data.global_batch_size = width
+  config.model.model_size = config.data.global_batch_size = WIDTH
   platform = jax.default_backend()
   config = finalize.finalize(config, platform)
   sizes = resolve_sizes(config.mesh, None)
@@ -42,20 +41,26 @@ def job_of(strategy: str, width: int = WIDTH) -> Job:
   return prepare(config, Devices(platform, platform == "cpu", sizes))
 
 
-def layouts(strategies=STRATEGIES):
+def layouts():
   """Computes the sharding of the parameters. No device has done anything yet."""
-  return [(strategy, job_of(strategy)) for strategy in strategies]
+  return [(strategy, job_of(strategy)) for strategy in STRATEGIES]
+
+
+def _held(job: Job) -> str:
+  """Returns the bytes of parameters on each device."""
+  placements = job.placements["parameters"].values()
+  return rules.size_text(sum(rules.bytes_per_device(p, job.devices.sizes) for p in placements))
 
 
 def _layouts(jobs) -> Shown:
   findings, pictures = [], []
   for strategy, job in jobs:
     placements = job.placements["parameters"]
-    sizes = job.devices.sizes
-    cut = [p.name for p in placements.values() if rules.copies(p, sizes) < job.mesh.size]
-    held = sum(rules.bytes_per_device(p, sizes) for p in placements.values())
+    cut = [
+      p.name for p in placements.values() if rules.copies(p, job.devices.sizes) < job.mesh.size
+    ]
     findings.append(
-      f"{strategy}: {rules.size_text(held)} of parameters on each device. "
+      f"{strategy}: {_held(job)} of parameters on each device. "
       + (f"Sharded: {', '.join(cut)}." if cut else "Every parameter is replicated on every device.")
     )
     for name in ("layer_2/kernel", "layer_3/kernel"):
@@ -66,15 +71,15 @@ def _layouts(jobs) -> Shown:
   return Shown(findings, pictures)
 
 
-def training(strategies=STRATEGIES, steps=10):
+def training():
   """Compiles the train step for each strategy and takes ten steps from the same parameters."""
   runs = []
-  for strategy in strategies:
+  for strategy in STRATEGIES:
     job = job_of(strategy)
     data, state = splits.open_data(job).train, job.initial_state()
     step = job.compile_train_step().function
     losses, seconds = [], []
-    for number in range(steps):
+    for number in range(10):
       began = time.perf_counter()
       state, metrics = step(state, data.batch(number, job.batch_shardings))
       losses.append(float(metrics["loss"]))
@@ -84,44 +89,27 @@ def training(strategies=STRATEGIES, steps=10):
 
 
 def _training(runs) -> Shown:
-  findings, tables, measured = [], [], []
+  findings, tables, measured, changes = [], [], [], []
   for strategy, job, step, losses, seconds in runs:
-    rows = scene.sent(step, job.mesh)
-    axes = sorted({axis for row in rows for axis in row.axes})
-    tables.append(f"{strategy}, sent in one step:\n{collectives.format_summary(rows)}")
+    sent = scene.sent(step, job.mesh)
+    axes = sorted({axis for row in sent for axis in row.axes})
+    tables.append(f"{strategy}, sent in one step:\n{collectives.format_summary(sent)}")
     findings.append(
       f"{strategy}: the loss goes from {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps. "
-      f"Collectives run along {' and '.join(axes) or 'no axis'}."
+      f"Collectives run along {' and '.join(axes)}."
     )
     measured.append(f"{strategy}: {1000 * seconds:.1f} ms a step, at best.")
-  losses = [np.array(run[3]) for run in runs]
-  findings.append(
-    f"What must not change: all {len(losses[0])} losses are {scene.close(losses[1], losses[0])}."
-  )
-  findings.append(f"What changes: {_changes(runs)}.")
-  return Shown(findings, text="\n\n".join(tables), measured=measured)
-
-
-def _changes(runs) -> str:
-  """Returns what the two strategies differ in, with the numbers of both."""
-  facts = []
-  for _, job, step, _, _ in runs:
-    placements = job.placements["parameters"].values()
-    held = sum(rules.bytes_per_device(p, job.devices.sizes) for p in placements)
     rows = job.batch_shardings["inputs"].shard_shape(job.batch["inputs"].shape)[0]
-    sending = sum(row.bytes for row in scene.sent(step, job.mesh))
-    facts.append(
-      {
-        "rows on a device": str(rows),
-        "parameters on a device": rules.size_text(held),
-        "in the collectives of a step": rules.size_text(sending),
-      }
-    )
-  ours, theirs = facts
-  different = [
-    f"{key}: {ours[key]}, then {theirs[key]}" for key in ours if ours[key] != theirs[key]
+    changes.append((str(rows), _held(job), rules.size_text(sum(row.bytes for row in sent))))
+  names = ("rows on a device", "parameters on a device", "in the collectives of a step")
+  what = [
+    f"{name}: {ours}, then {theirs}" for name, ours, theirs in zip(names, *changes, strict=True)
   ]
-  return "; ".join(different) or "nothing"
+  findings += [
+    f"What must not change: all {len(losses)} losses are {scene.close(runs[1][3], runs[0][3])}.",
+    f"What changes: {'; '.join(what)}.",
+  ]
+  return Shown(findings, text="\n\n".join(tables), measured=measured)
 
 
 SCENES = (

@@ -1,5 +1,7 @@
 """Layers on different devices, through which microbatches go one after another."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,36 +21,31 @@ microbatches: while the second stage has the first microbatch, the first stage h
 """
 
 
-def schedule_by_hand(kind="1f1b", stages=2, microbatches=3, chunks=1):
+def schedule_by_hand():
   """Draws a schedule that is small enough to count.
 
   A tick is a forward pass (F), a backward pass (B), or one of each, of all stages at once. A
   microbatch goes on to the next stage in the next tick, and its gradient comes back the same way.
   """
-  return Schedule(kind, stages, microbatches, chunks)
+  return Schedule("1f1b", stages=2, microbatches=3)
 
 
-def _schedule_by_hand(schedule: Schedule) -> Shown:
+def _schedule(schedule: Schedule) -> Shown:
   passes = schedule.units + schedule.stages - 1
+  # In a tick of stage 0 a forward pass comes before a backward pass.
+  kept = itertools.accumulate(
+    1 if unit.work == Work.FORWARD else -1
+    for tick in range(schedule.ticks)
+    for unit in sorted(schedule.at(0, tick), key=lambda unit: unit.work != Work.FORWARD)
+  )
   findings = [
     f"Every stage has {schedule.units} forward passes and as many backward passes to do. The step "
     f"takes the time of {passes} of each: {schedule.stages - 1} of {passes} is the bubble, in "
     f"which a stage waits.",
-    f"Stage 0 keeps the inputs of at most {_most_kept(schedule)} microbatches at a time, until "
-    f"their backward passes.",
+    f"Stage 0 keeps the inputs of at most {max(kept)} microbatches at a time, until their backward "
+    f"passes.",
   ]
-  return Shown(findings, text=pipeline_picture.text(schedule, schedule.stages * schedule.chunks))
-
-
-def _most_kept(schedule: Schedule) -> int:
-  """Returns the most forward passes of stage 0 whose backward passes have not begun."""
-  kept, most = 0, 0
-  for tick in range(schedule.ticks):
-    works = [unit.work for unit in schedule.at(0, tick)]
-    kept += works.count(Work.FORWARD)
-    most = max(most, kept)
-    kept -= works.count(Work.BACKWARD)
-  return most
+  return Shown(findings, text=pipeline_picture.text(schedule, schedule.stages))
 
 
 def all_forward_first():
@@ -57,7 +54,7 @@ def all_forward_first():
   The bubble is the same. But each microbatch waits for its backward pass, so memory grows with
   their number, which is what makes the bubble small.
   """
-  return schedule_by_hand("gpipe", microbatches=5)
+  return Schedule("gpipe", stages=2, microbatches=5)
 
 
 def forward_passes(stages=4, microbatches=3):
@@ -97,10 +94,9 @@ def _forward_passes(result) -> Shown:
     wanted = np.tanh(wanted @ w_DD)
   ticks = microbatches + stages - 1
   found = np.asarray(y_TBD)[-microbatches:]  # of the last stage, when it has had the first
-  used = microbatches / ticks
   findings = [
-    f"{microbatches} microbatches take {ticks} ticks on {stages} stages; {100 * used:.0f} % of "
-    f"what the devices compute is used.",
+    f"{microbatches} microbatches take {ticks} ticks on {stages} stages; "
+    f"{100 * microbatches / ticks:.0f} % of what the devices compute is used.",
     scene.communication(compiled, mesh),
     f"What leaves the last stage and all layers by NumPy are {scene.close(found, wanted)}.",
   ]
@@ -108,7 +104,7 @@ def _forward_passes(result) -> Shown:
 
 
 SCENES = (
-  Scene("A schedule to count by hand", schedule_by_hand, _schedule_by_hand),
-  Scene("All forward passes first", all_forward_first, _schedule_by_hand),
+  Scene("A schedule to count by hand", schedule_by_hand, _schedule),
+  Scene("All forward passes first", all_forward_first, _schedule),
   Scene("The forward passes in one program", forward_passes, _forward_passes),
 )

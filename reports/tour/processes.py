@@ -1,14 +1,31 @@
 """Several processes over one mesh: who feeds what, and two ways to hang that are caught."""
 
 import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
 import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
 
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from input_pipeline.batches import TrainingBatches
+from input_pipeline.row_source import array_source
+from processes import coordination as groups
+from processes import preemption
+from reports import run_files
 from reports.drawings import holdings
-from reports.run_files import Run
-from reports.tour import launching, scene
-from reports.tour.member import feed
+from reports.tour import scene
 from reports.tour.scene import DEVICES, Scene, Shown, mesh_of
-from runtime import exit_codes
+from runtime import devices, exit_codes
 
 TITLE = "Many processes"
 OPENING = """
@@ -21,109 +38,177 @@ same order therefore wait for one another forever. There are two classic ways to
 batch of another shape on one process, and a process that leaves the loop early. Both are tried
 here with the application itself, as two processes on this machine.
 """
-
+ROOT = pathlib.Path(__file__).parents[2]
+LIMIT_SECONDS = 180  # they take seconds, or longer on a busy machine; a hang must not hang the tour
+_STEP = re.compile(r"\] step \d+/")
 TRAINING = (
-  "--simulate",
-  "--config=configs/dp8.py:mlp_tutorial",
-  "--config.model.model_size=64",
-  "--config.metrics.every_steps=1",
+  *(sys.executable, "main.py", "--simulate", "--config=configs/dp8.py:mlp_tutorial"),
+  *("--config.model.model_size=64", "--config.metrics.every_steps=1"),
   "--config.checkpoint.every_steps=0",
 )
+ROWS = 16
 
 
-def who_feeds_what(data=DEVICES, tensor=1):
+def feed():
+  """Makes one global batch over all processes; returns what this process has of it."""
+  source = array_source("numbers", {"row": np.arange(ROWS, dtype=np.int32)})
+  batches = TrainingBatches(source, global_batch_size=ROWS, seed=0, shuffle=False)
+  mesh = mesh_of(data=DEVICES)
+  batch = batches.batch(0, {"row": NamedSharding(mesh, P("data"))})["row"]
+  return {
+    "process": jax.process_index(),
+    "local": [device.id for device in jax.local_devices()],
+    "global": [device.id for device in jax.devices()],
+    "shape": batch.shape,
+    "rows": {shard.device.id: shard.data.tolist() for shard in batch.addressable_shards},
+  }
+
+
+def who_feeds_what():
   """Starts two processes, each with half of the devices, and each runs the function above.
 
   The batch has the same global shape on both. Each reads the rows that its own devices hold.
   """
-  sizes = {"data": data, "tensor": tensor}
-  command = [sys.executable, "-m", "reports.tour.member", json.dumps(sizes)]
-  return sizes, launching.start(command)
+  return launched([sys.executable, "-m", "reports.tour.processes"])[1]
 
 
-def _who_feeds_what(result) -> Shown:
-  sizes, ended = result
-  said = [line.partition("] ")[2] for line in ended.out.splitlines() if "] {" in line]
+def _who_feeds_what(out: str) -> Shown:
+  said = [line.partition("] ")[2] for line in out.splitlines() if "] {" in line]
   members = sorted(map(json.loads, said), key=lambda member: member["process"])
-  if len(members) < 2:
-    raise RuntimeError(f"two processes were started, and {len(members)} answered:\n{ended.out}")
   place = {device: number for number, device in enumerate(members[0]["global"])}
   findings, fed, values = [], [], {}
   for member in members:
     rows = sorted({row for held in member["rows"].values() for row in held})
     fed += rows
     findings.append(
-      f"Process {member['process']} has devices {_list(place[d] for d in member['local'])}; there "
-      f"are {len(member['global'])} in all. Its batch has shape {member['shape']}, and it feeds "
-      f"rows {_list(rows)}."
+      f"Process {member['process']} has devices {_span(place[d] for d in member['local'])}; there "
+      f"are {len(place)} in all. Its batch has shape {member['shape']}, and it feeds rows "
+      f"{_span(rows)}."
     )
     for device, held in member["rows"].items():
-      values[place[int(device)]] = f"process {member['process']}: rows {_list(held)}"
-  often = sorted({fed.count(row) for row in range(members[0]["shape"][0])})
-  if often == [1]:
-    findings.append("Each row is fed by one process.")
-  else:
-    findings.append(f"Each row is fed by {' or '.join(map(str, often))} processes.")
-  drawing = holdings("what each device gets", mesh_of(**sizes), values)
+      values[place[int(device)]] = f"process {member['process']}: rows {_span(held)}"
+  assert fed == [*range(ROWS)], out
+  findings.append("Each row is fed by one process.")
+  drawing = holdings("what each device gets", mesh_of(data=DEVICES), values)
   return Shown(findings, [drawing])
 
 
-def _list(numbers) -> str:
-  """Returns `0 to 3` for neighbours, else `0, 2 and 5`."""
-  numbers = list(numbers)
-  if numbers == list(range(numbers[0], numbers[-1] + 1)):
-    return scene.span((numbers[0], numbers[-1] + 1))
-  return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+def _span(numbers) -> str:
+  first, *_, last = numbers
+  return scene.span((first, last + 1))
 
 
-def another_shape(first=32, second=48):
+def another_shape():
   """Trains with batches of 32 rows on process 0, and of 48 rows on process 1."""
-  return launching.train(
-    *TRAINING,
-    f"--config.data.global_batch_size={first}",
+  return trained(
+    "--config.data.global_batch_size=32",
     "--config.training.steps=2",
-    second=f"--config.data.global_batch_size={second}",
+    second="--config.data.global_batch_size=48",
   )
 
 
-def leaves_early(stopped=1, steps=2000):
+def leaves_early():
   """Trains, and sends SIGTERM to process 1 alone once the first step has been made.
 
   A scheduler does this to a machine that it wants back. The other process gets no signal.
   """
-  return launching.train(
-    *TRAINING,
-    "--config.data.global_batch_size=32",
-    f"--config.training.steps={steps}",
-    stopped=stopped,
-  )
+  steps = "--config.training.steps=2000"
+  return trained("--config.data.global_batch_size=32", steps, stopped=1)
 
 
-def _run(result: tuple[launching.Ended, Run | None]) -> Shown:
-  ended, run = result
-  codes = {index: ended.codes.get(index, 0) for index in range(2) if index not in ended.hung}
-  if ended.hung:
-    names = " and ".join(f"process {index}" for index in ended.hung)
-    findings = [f"Hangs, and has to be killed: {names}."]
-  else:
-    findings = ["Nothing hangs: both processes end by themselves."]
+def _run(result) -> Shown:
+  codes, out, seconds, run = result
+  findings = ["Nothing hangs: both processes end by themselves."]
   findings += [
-    f"Process {index}: exit code {code} ({exit_codes.MEANINGS.get(code, 'failed')})."
-    for index, code in codes.items()
+    f"Process {index}: exit code {code} ({exit_codes.MEANINGS[code]})."
+    for index, code in enumerate(codes)
   ]
-  refusal = [
-    line.partition("] ")[2]
-    for line in ended.out.splitlines()
-    if line.startswith("[") and ("refused:" in line or ended.code == exit_codes.REFUSED)
-  ]
+  refusal = []
   if run is None:
     findings.append("No step was made, and no workdir.")
-  elif run.on_disk == [run.done]:
-    findings.append("Both leave after the same step: one step is saved, the last one made.")
+    refusal = [line.partition("] ")[2] for line in out.splitlines() if line.startswith("[")]
   else:
-    findings.append(f"Steps logged: {len(run.steps)}; steps saved: {len(run.on_disk)}.")
-  measured = [f"It took {ended.seconds:.0f} s; steps made: {run.done if run else 0}."]
+    assert run.on_disk == [run.done], out
+    findings.append("Both leave after the same step: one step is saved, the last one made.")
+  measured = [f"It took {seconds:.0f} s; steps made: {run.done if run else 0}."]
   return Shown(findings, text="\n".join(refusal), measured=measured)
+
+
+# ------------------------------ two processes ------------------------------
+
+
+def trained(*arguments: str, second: str = "", stopped: int | None = None):
+  """Runs main.py as two processes in a workdir that is removed in the end; see `launched`.
+
+  Returns:
+    Their exit codes, output and seconds; what the files of the workdir say, None without one.
+  """
+  with tempfile.TemporaryDirectory() as folder:
+    workdir = pathlib.Path(folder) / "run"
+    command = [*TRAINING, *arguments, f"--workdir={workdir}"]
+    ended = launched(command, second=second, stopped=stopped)
+    return *ended, run_files.read(workdir) if workdir.exists() else None
+
+
+def launched(
+  command: Sequence[str], *, second: str = "", stopped: int | None = None
+) -> tuple[list[int], str, float]:
+  """Runs a command as two processes; returns their exit codes, what they printed, and the seconds.
+
+  Args:
+    command: of both.
+    second: a further argument of process 1.
+    stopped: a process that is sent SIGTERM when the first step has been made.
+
+  Raises:
+    RuntimeError: one hangs.
+  """
+  if second:
+    script = f'test "$JAX_PROCESS_ID" = 1 && exec "$@" {second}; exec "$@"'
+    command = ["sh", "-c", script, "sh", *command]
+  began, lines = time.monotonic(), []
+  with tempfile.TemporaryDirectory() as folder:
+    report = pathlib.Path(folder) / "report"
+    environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
+    running = subprocess.Popen(
+      [
+        sys.executable,
+        "-m",
+        "processes.launch",
+        "--processes=2",
+        f"--report={report}",
+        "--",
+        *command,
+      ],
+      cwd=ROOT,
+      env={**environment, "PYTHONPATH": str(ROOT)},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    limit = threading.Timer(LIMIT_SECONDS, running.terminate)
+    limit.start()
+    # A stop of the tour ends these, too: the Ctrl-C of a terminal reaches them, SIGTERM does not.
+    with preemption.undone(running.terminate), running:
+      for line in running.stdout:
+        lines.append(line)
+        if stopped is not None and _STEP.search(line):
+          os.kill(json.loads(report.read_text())["pids"][stopped], signal.SIGTERM)
+          stopped = None
+    limit.cancel()
+    out = "".join(lines)
+    ended = json.loads(report.read_text().splitlines()[-1])
+  if ended["killed"]:
+    raise RuntimeError(f"process {ended['killed'][0]} hangs, and was killed:\n{out}")
+  return ended["codes"], out, time.monotonic() - began
+
+
+def main() -> None:
+  """Joins the other process, feeds, prints, and leaves with it."""
+  joined = groups.connect(start_timeout_seconds=60, heartbeat_seconds=100)
+  devices.start({"data": DEVICES}, simulate=True, processes=joined.count)
+  print(json.dumps(feed()), flush=True)
+  groups.part()
 
 
 SCENES = (
@@ -131,3 +216,6 @@ SCENES = (
   Scene("A batch of another shape", another_shape, _run),
   Scene("A process that leaves early", leaves_early, _run),
 )
+
+if __name__ == "__main__":
+  main()

@@ -1,7 +1,6 @@
 """Random numbers that do not depend on the mesh."""
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -43,27 +42,16 @@ def _draw(results) -> Shown:
     for mesh, compiled, x in results
   ]
   sending = sum(bool(scene.sent(compiled, mesh)) for mesh, compiled, _ in results)
-  equal = sum(np.array_equal(x, first) for _, _, x in results)
-  if equal == len(results) and not sending:
-    findings.append("The same numbers on every mesh, and no collective in any of the programs.")
-  else:
-    findings.append(
-      f"{equal} of {len(results)} meshes have the numbers of the first, and {sending} of the "
-      "programs communicate to draw them."
-    )
+  findings.append(
+    f"The same numbers on every mesh; {sending or 'none'} of the {len(results)} programs "
+    f"{'communicate' if sending else 'communicates'} to draw them."
+  )
   mesh, _, x = results[2]
-  drawing = holdings(f"row 0 on {scene.mesh_text(x)}", mesh, _row(x))
-  return Shown(findings, [drawing])
-
-
-def _row(x) -> dict[int, str]:
-  """Returns what each device holds of row 0."""
-  return {
-    shard.device.id: scene.numbers(shard.data[0], 2)
-    if (shard.index[0].start or 0) == 0
-    else "other rows"
+  row = {
+    shard.device.id: scene.numbers(shard.data[0], 2) if not shard.index[0].start else "other rows"
     for shard in x.addressable_shards
   }
+  return Shown(findings, [holdings(f"row 0 on {scene.mesh_text(x)}", mesh, row)])
 
 
 def draw_without():
@@ -71,10 +59,10 @@ def draw_without():
   return draw(partitionable=False)
 
 
-def parameters(strategies=("single", "dp4_tp2")):
+def parameters():
   """Draws the parameters of a network as a run does: each device its own part of each array."""
   results = []
-  for strategy in strategies:
+  for strategy in ("single", "dp4_tp2"):
     job = job_of(strategy)
     program = job.compile_init().function
     results.append((strategy, job, program, program(jax.random.key(job.config.seed)).params))
@@ -84,14 +72,11 @@ def parameters(strategies=("single", "dp4_tp2")):
 def _parameters(results) -> Shown:
   findings, first = [], jax.tree.leaves(results[0][3])
   for strategy, job, program, params in results:
-    leaves = jax.tree.leaves(params)
-    kernel = params["layer_2"]["kernel"]
-    pairs = zip(leaves, first, strict=True)
-    bits = sum(np.array_equal(ours, theirs) for ours, theirs in pairs)
+    [equal] = {scene.same(*pair) for pair in zip(jax.tree.leaves(params), first, strict=True)}
     findings.append(
-      f"{strategy}: layer_2/kernel is sharded as {scene.spec(kernel)}. Sent: "
-      f"{scene.sent_text(program, job.mesh)}. {bits} of {len(leaves)} arrays equal those under "
-      f"{results[0][0]} to the last bit."
+      f"{strategy}: layer_2/kernel is sharded as {scene.spec(params['layer_2']['kernel'])}. Sent: "
+      f"{scene.sent_text(program, job.mesh)}. All {len(first)} arrays and those under "
+      f"{results[0][0]} are {equal}."
     )
   return Shown(findings)
 

@@ -1,6 +1,5 @@
 """The tour in a terminal: `python main.py tour [--chapter=NAME]`."""
 
-import argparse
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +41,8 @@ CHAPTERS = {
   "random_numbers": random_numbers,
   "processes": processes,
 }
+WIDTH = 100
+INDENT = 2
 
 
 def chosen(name: str | None) -> dict:
@@ -57,10 +58,6 @@ def chosen(name: str | None) -> dict:
   raise ValueError(
     f"unknown chapter {name!r}; there are {', '.join(CHAPTERS)}{nearest(name, CHAPTERS)}"
   )
-
-
-WIDTH = 100
-INDENT = 2
 
 
 def start(*, simulate: bool = False) -> None:
@@ -81,7 +78,8 @@ def show(shown: Mapping[str, Any], *, console: Console | None = None) -> None:
     shown: name -> chapter, of `chosen`.
     console: where to print; the standard output.
   """
-  console = console or _console()
+  console = console or Console(highlight=False)
+  console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
   kind = jax.devices()[0].device_kind
   console.print(f"{DEVICES} devices of {jax.device_count()} x {kind}, jax {jax.__version__}")
   for name, module in shown.items():
@@ -93,17 +91,6 @@ def show(shown: Mapping[str, Any], *, console: Console | None = None) -> None:
       console.print(Text(f"\n{number}. {scene.title}\n", style="bold"))
       console.print(markdown(scene.markdown))
       console.print(outcome(scene.play(), width=console.width))
-
-
-def main(chapter: str | None = None, *, simulate: bool = False) -> None:
-  """Starts the devices, and prints one chapter or all of them.
-
-  Raises:
-    ValueError: there is no such chapter.
-  """
-  shown = chosen(chapter)
-  start(simulate=simulate)
-  show(shown)
 
 
 def outcome(shown: Shown, *, width: int) -> Group:
@@ -118,15 +105,3 @@ def outcome(shown: Shown, *, width: int) -> Group:
 def markdown(text: str) -> Markdown:
   """Returns text that the terminal wraps, with its code in color."""
   return Markdown(text, code_theme="ansi_dark", inline_code_lexer="python")
-
-
-def _console() -> Console:
-  found = Console(highlight=False)
-  return Console(highlight=False, width=min(found.width, WIDTH) if found.is_terminal else WIDTH)
-
-
-if __name__ == "__main__":
-  parser = argparse.ArgumentParser(prog="tour", description=__doc__)
-  parser.add_argument("--chapter")
-  parser.add_argument("--simulate", action="store_true")
-  main(**vars(parser.parse_args()))

@@ -1,7 +1,6 @@
 """The parts of the tour: chapters of scenes, and the output of a scene.
 
-A chapter is a module with TITLE, OPENING and SCENES. Its functions take their layouts as
-arguments with defaults, so that the tests can run them with other layouts and read the findings.
+A chapter is a module with TITLE, OPENING and SCENES.
 """
 
 import ast
@@ -54,19 +53,21 @@ class Scene:
 
   Attributes:
     title: its heading.
-    code: the function that runs, and whose source is printed. Its docstring explains it.
-    show: result of `code` -> Shown.
-    parts: functions that the code calls and that are printed before it.
+    code: the function whose source is printed. Its docstring explains it.
+    show: result -> Shown.
+    parts: functions that are printed before it.
+    run: gives the result; by default, the code without arguments.
   """
 
   title: str
-  code: Callable[[], Any]
+  code: Callable
   show: Callable[[Any], Shown]
   parts: tuple[Callable, ...] = ()
+  run: Callable[[], Any] | None = None
 
   def play(self) -> Shown:
     """Runs the code and returns what it shows."""
-    return self.show(self.code())
+    return self.show((self.run or self.code)())
 
   @property
   def markdown(self) -> str:
@@ -117,19 +118,18 @@ def sent(compiled: jax.stages.Compiled, mesh: Mesh) -> list[collectives.Row]:
 
 def sent_text(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
   """Returns `nothing`, or `1 all-reduce along tensor (512 Bytes a device)`."""
-  rows = sent(compiled, mesh)
   parts = [
     f"{row.count} {row.kind} along {'+'.join(row.axes)} ({rules.size_text(row.bytes)} a device)"
-    for row in rows
+    for row in sent(compiled, mesh)
   ]
   return " and ".join(parts) or "nothing"
 
 
 def communication(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
   """Returns a sentence on the collectives of a compiled program."""
-  if not sent(compiled, mesh):
+  if (text := sent_text(compiled, mesh)) == "nothing":
     return "No communication: there is no collective in the compiled program."
-  return f"Communication: the compiled program sends {sent_text(compiled, mesh)}."
+  return f"Communication: the compiled program sends {text}."
 
 
 def spec(x: jax.Array) -> str:
@@ -142,43 +142,37 @@ def mesh_text(x: jax.Array) -> str:
   return product_text(x.sharding.mesh.shape)
 
 
+def shard(x: jax.Array) -> tuple[int, ...]:
+  """Returns the shape of one device's shard."""
+  return x.sharding.shard_shape(x.shape)
+
+
 def blocks(x: jax.Array) -> str:
   """Returns `8 blocks of [4, 4], each on one device`."""
   found = drawings.blocks(x.shape, x.sharding)
-  copies = {len(ids) for ids in found.values()}
-  where = "one device" if copies == {1} else f"{copies.pop()} devices"
-  shape = rules.shape_text(x.sharding.shard_shape(x.shape))
+  [copies] = {len(ids) for ids in found.values()}
+  where = "one device" if copies == 1 else f"{copies} devices"
+  shape = rules.shape_text(shard(x))
   if len(found) == 1:
     return f"one block of {shape}, on {where}"
   return f"{len(found)} blocks of {shape}, each on {where}"
 
 
 def same(ours, theirs) -> str:
-  """Returns `the same, to the last bit`, or by how much two arrays differ.
+  """Returns `the same, to the last bit`; raises AssertionError of arrays that are not.
 
   For numbers that are moved, or summed without rounding: every machine gets these bits.
   """
-  difference = _difference(ours, theirs)
-  return f"NOT the same: {difference}" if difference else "the same, to the last bit"
+  np.testing.assert_array_equal(ours, theirs, strict=True)
+  return "the same, to the last bit"
 
 
 def close(ours, theirs) -> str:
-  """Returns `the same, to rounding`, or by how much two arrays differ."""
-  difference = _difference(ours, theirs, ROUNDING)
-  return f"NOT the same: {difference}" if difference else "the same, to rounding"
-
-
-def _difference(ours, theirs, most: float = 0.0) -> str:
-  """Returns how two arrays differ, or "" if by no more than `most` of the largest element."""
-  ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
-  if ours.shape != theirs.shape:
-    return f"the shapes are {rules.shape_text(ours.shape)} and {rules.shape_text(theirs.shape)}"
-  if np.array_equal(ours, theirs):
-    return ""
-  largest = np.max(np.abs(ours - theirs)) / np.max(np.abs(theirs))
-  if largest <= most:
-    return ""
-  return f"they differ by up to {100 * largest:.2g} % of the largest"
+  """Returns `the same, to rounding`; raises AssertionError of arrays that are not."""
+  ours, theirs = (np.asarray(x) for x in (ours, theirs))
+  assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
+  np.testing.assert_allclose(ours, theirs, rtol=0, atol=ROUNDING * np.abs(theirs).max())
+  return "the same, to rounding"
 
 
 def span(bounds: Sequence[int]) -> str:
@@ -202,4 +196,4 @@ def held(x: jax.Array, places: int = 0) -> dict[int, str]:
 
 def held_bytes(x: jax.Array) -> int:
   """Returns the bytes of one device's shard."""
-  return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+  return math.prod(shard(x)) * x.dtype.itemsize

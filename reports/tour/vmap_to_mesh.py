@@ -22,9 +22,9 @@ def smooth(signal, window):
   return jnp.convolve(signal, window, mode="same")
 
 
-def batch_by_vmap(batch=16, length=24):
+def batch_by_vmap():
   """Writes the convolution for one signal, and maps it over a batch of them on one device."""
-  signals = np.random.default_rng(0).standard_normal((batch, length), np.float32)
+  signals = np.random.default_rng(0).standard_normal((16, 24), np.float32)
   window = np.array([0.25, 0.5, 0.25], np.float32)
   return signals, window, jax.vmap(smooth, in_axes=(0, None))(signals, window)
 
@@ -32,57 +32,42 @@ def batch_by_vmap(batch=16, length=24):
 def _batch_by_vmap(result) -> Shown:
   signals, window, smoothed = result
   right = np.stack([np.convolve(signal, window, mode="same") for signal in signals])
-  ids = sorted(device.id for device in smoothed.devices())
-  return Shown(
-    [
-      f"{smoothed.shape[0]} signals of {smoothed.shape[1]} numbers in one call, on device "
-      f"{' and '.join(map(str, ids))}.",
-      f"The result and that of a loop over np.convolve are {scene.close(smoothed, right)}.",
-    ]
-  )
+  [device] = smoothed.devices()
+  findings = [
+    f"{smoothed.shape[0]} signals of {smoothed.shape[1]} numbers in one call, on device "
+    f"{device.id}.",
+    f"The result and that of a loop over np.convolve are {scene.close(smoothed, right)}.",
+  ]
+  return Shown(findings)
 
 
-def batch_over_devices(spec=("data", None)):
+def batch_over_devices():
   """Shards the batch and calls the same function. Nothing else changes."""
-  mesh = mesh_of(data=8)
-  signals = np.random.default_rng(0).standard_normal((16, 24), np.float32)
-  window = np.array([0.25, 0.5, 0.25], np.float32)
-  placed = jax.device_put(signals, NamedSharding(mesh, P(*spec)))
+  mesh, (signals, window, on_one) = mesh_of(data=8), batch_by_vmap()
+  placed = jax.device_put(signals, NamedSharding(mesh, P("data", None)))
   compiled = jax.jit(jax.vmap(smooth, in_axes=(0, None))).lower(placed, window).compile()
-  return mesh, compiled, placed, compiled(placed, window), batch_by_vmap()[2]
+  return mesh, compiled, placed, compiled(placed, window), on_one
 
 
 def _batch_over_devices(result) -> Shown:
   mesh, compiled, placed, smoothed, on_one = result
-  held = placed.sharding.shard_shape(placed.shape)
-  whole = held[1] == placed.shape[1]
-  if whole:
-    reason = f"Each device has {held[0]} complete signals and needs no other device."
-  else:
-    reason = (
-      f"Each device has {held[1]} numbers of each signal, and their neighbours are on other "
-      "devices."
-    )
-  return Shown(
-    [
-      f"The batch is sharded as {scene.spec(placed)}: {scene.blocks(placed)}. The result is "
-      f"sharded as {scene.spec(smoothed)}.",
-      scene.communication(compiled, mesh),
-      reason,
-      f"The result and that of one device are {scene.close(smoothed, on_one)}.",
-    ],
-    [picture(placed.shape, placed.sharding, title="the batch", dims=("signal", "time"))],
-  )
+  findings = [
+    f"The batch is sharded as {scene.spec(placed)}: {scene.blocks(placed)}. The result is sharded "
+    f"as {scene.spec(smoothed)}.",
+    scene.communication(compiled, mesh),
+    f"Each device has {scene.shard(placed)[0]} complete signals and needs no other device.",
+    f"The result and that of one device are {scene.close(smoothed, on_one)}.",
+  ]
+  drawn = picture(placed.shape, placed.sharding, title="the batch", dims=("signal", "time"))
+  return Shown(findings, [drawn])
 
 
-def batch_by_shard_map(axis="data"):
+def batch_by_shard_map():
   """Writes the same with `jax.shard_map`: the function then sees the block of one device.
 
   This is the way to write collectives explicitly. The next chapter does.
   """
-  mesh = mesh_of(data=8)
-  signals = np.random.default_rng(0).standard_normal((16, 24), np.float32)
-  window = np.array([0.25, 0.5, 0.25], np.float32)
+  mesh, (signals, window, on_one) = mesh_of(data=8), batch_by_vmap()
   seen = []
 
   def on_one_device(signals, window):
@@ -90,22 +75,21 @@ def batch_by_shard_map(axis="data"):
     return jax.vmap(smooth, in_axes=(0, None))(signals, window)
 
   mapped = jax.shard_map(
-    on_one_device, mesh=mesh, in_specs=(P(axis, None), P(None)), out_specs=P(axis, None)
+    on_one_device, mesh=mesh, in_specs=(P("data", None), P(None)), out_specs=P("data", None)
   )
   compiled = jax.jit(mapped).lower(signals, window).compile()
-  return mesh, compiled, seen[-1], compiled(signals, window), batch_by_vmap()[2]
+  return mesh, compiled, seen[-1], compiled(signals, window), on_one
 
 
 def _batch_by_shard_map(result) -> Shown:
   mesh, compiled, seen, smoothed, on_one = result
-  return Shown(
-    [
-      f"The function was traced for {list(seen)}, the block of one device; the full shape is "
-      f"{list(smoothed.shape)}.",
-      scene.communication(compiled, mesh),
-      f"The result and that of one device are {scene.close(smoothed, on_one)}.",
-    ]
-  )
+  findings = [
+    f"The function was traced for {list(seen)}, the block of one device; the full shape is "
+    f"{list(smoothed.shape)}.",
+    scene.communication(compiled, mesh),
+    f"The result and that of one device are {scene.close(smoothed, on_one)}.",
+  ]
+  return Shown(findings)
 
 
 SCENES = (
