@@ -212,14 +212,11 @@ def _settings(typed: str, keys: Mapping[str, Sequence]) -> Found:
 
 
 def _keys(location: str | None, known: Mapping) -> Mapping[str, Sequence]:
-  """Returns the keys of the recipe that `--config` names; of all where there is none."""
-  file, _, argument = (location or "").partition(":")
-  model = re.sub(r"^.*model=|,.*$", "", argument) if "=" in argument else argument
-  if argument and model in known["keys"]:
-    return known["keys"][model]
-  experiment = f"{os.sep}experiments{os.sep}" in file
-  if model in known["recipes"] or (location is not None and not argument and not experiment):
-    return known["keys"]["lm"]
+  """Returns the keys of the recipe that a config's location names; of all where it names none."""
+  argument = (location or "").partition(":")[2]
+  recipe = re.sub(r"^.*model=|,.*$", "", argument) if "=" in argument else argument
+  if recipe in known["keys"]:
+    return known["keys"][recipe]
   return {key: row for keys in reversed(known["keys"].values()) for key, row in keys.items()}
 
 
@@ -253,18 +250,17 @@ def _config(value: str, known: Mapping) -> Found:
   """Yields config files; behind the colon recipes, or model=NAME,data=NAME."""
   file, colon, argument = value.partition(":")
   done = argument[: argument.rfind(",") + 1]
-  name, equals, _ = argument[len(done) :].partition("=")
   if not value:
     yield from ((f"{file} ", "") for file in known["strategies"])
   elif not colon:
     yield from ((path, "") for path, _ in _paths(value) if re.search(r"/$|(?<!__)\.py $", path))
-  elif equals:
-    named = {"model": known["recipes"], "data": known["data"]}
-    yield from ((f"{file}:{done}{name}={one}", "") for one in named.get(name, ()))
   else:
+    named = {"model": known["recipes"], "data": known["data"]}
+    name = argument[len(done) :].partition("=")[0]
+    found = [f"{name}={one}" for one in named.get(name, ())]
+    found = found or [f"{key}=" for key in named if f"{key}=" not in done]
     recipes = [] if done else [f"{recipe} " for recipe in known["recipes"]]
-    more = [f"{key}=" for key in ("model", "data") if f"{key}=" not in done]
-    yield from ((f"{file}:{done}{one}", "") for one in [*recipes, *more])
+    yield from ((f"{file}:{done}{one}", "") for one in [*recipes, *found])
 
 
 def _paths(value: str) -> Found:

@@ -2,26 +2,21 @@
 
 import io
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 
 import matplotlib
 import numpy as np
-from etils import epath
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 from commands import build, flags, preflight_facts
 from configs.schema import finalize, validate
-from partitioning import rules
 from partitioning.mesh_sizes import mesh_text
-from processes import coordination as groups
 from processes.watchdog import STARTING, Watchdog
 from reports.drawings import plain
 from reports.layout_text import plain_table
-from runtime import exit_codes, files
+from runtime import exit_codes
 from runtime.devices import Devices
-from runtime.printable import printable
 from training import coordinate_check, splits
 from training.coordinate_check import BOUND, Point, Slope
 from training.metrics.console import say
@@ -40,9 +35,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   jobs = [_job(config, resolved, width, its_devices) for width in at]
   shared = splits.sharing(jobs[0].config.processes.start_timeout_seconds)
   batches = splits.training_batches(jobs[0].config, shared)
-  file = flags.SVG.value and epath.Path(flags.SVG.value)
-  if file and (file.is_dir() or not file.parent.is_dir()):
-    raise ValueError(f"--svg={file}: give a file in a folder that exists")
+  file = flags.output_file(flags.SVG)
   preflight_facts.about_to_run(jobs[0], {"train": batches.source}, flags.workdir(), writes=False)
 
   def run() -> int:
@@ -59,7 +52,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
       trained.append(one)
     found = coordinate_check.slopes(coordinate_check.points(trained), at)
     say(text(jobs, found))
-    if file and not _written(file, svg(jobs, found)):
+    if file and not flags.write_output(flags.SVG, svg(jobs, found)):
       return exit_codes.FAILED
     flat = all(one.flat for one in found)
     return exit_codes.DONE if flat else exit_codes.CHECK_FAILED
@@ -73,18 +66,6 @@ def _job(config: ConfigDict, resolved: ConfigDict, width: int, its_devices: Devi
     return build.job(coordinate_check.of_width(config, resolved, width), its_devices)
   except ValueError as error:
     raise ValueError(f"at width {width}: {error}") from error
-
-
-def _written(file: epath.Path, picture: str) -> bool:
-  """Writes the picture; returns False after a message where that fails."""
-  try:
-    if groups.current().first:
-      files.replace(file, picture)
-  except OSError as error:
-    print(printable(f"error: --svg={file}: {error}"), file=sys.stderr, flush=True)
-    return False
-  say(f"wrote {file}, {rules.size_text(len(picture.encode()))}")
-  return True
 
 
 # ------------------------------ as text ------------------------------

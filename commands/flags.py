@@ -12,7 +12,8 @@ from etils import epath
 from commands import config_flag, words
 from commands.refusal import refuse
 from commands.verbs import VERBS
-from runtime import exit_codes, files
+from processes.coordination import current
+from runtime import exit_codes, files, units
 from runtime.printable import printable
 
 _MOST_PROMPTS = 2**24  # bytes of a file with prompts
@@ -265,6 +266,26 @@ def content(flag: flags.FlagHolder) -> bytes:
     return files.read_bytes(flag.value, most_bytes=_MOST_PROMPTS, follow=True)
   except OSError as error:
     raise ValueError(f"--{flag.name}={flag.value} cannot be read ({error})") from error
+
+
+def output_file(flag: flags.FlagHolder) -> epath.Path | None:
+  """Returns the file that a flag names, if any; raises ValueError if there is no such folder."""
+  file = flag.value and epath.Path(flag.value)
+  if file and (file.is_dir() or not file.parent.is_dir()):
+    raise ValueError(f"--{flag.name}={file}: give a file in a folder that exists")
+  return file or None
+
+
+def write_output(flag: flags.FlagHolder, text: str) -> bool:
+  """Writes the file that a flag names, on process 0; returns False where that fails."""
+  if current().first:
+    try:
+      files.replace(epath.Path(flag.value), text)
+    except OSError as error:
+      print(printable(f"error: --{flag.name}={flag.value}: {error}"), file=sys.stderr, flush=True)
+      return False
+    print(f"wrote {flag.value}, {units.size(len(text.encode()))}", flush=True)
+  return True
 
 
 def given(flag: flags.FlagHolder) -> bool:

@@ -1,9 +1,11 @@
 """The verb `forecast`: small runs, a scaling law, and what a budget will have learned."""
 
+import contextlib
 import copy
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -112,9 +114,9 @@ def _ladder(budget: Budget) -> Ladder:
   config = copy.deepcopy(flags.CONFIG.value)
   if config.task != "causal_lm":
     raise ValueError(f"forecast predicts bits per byte of text, and the task is {config.task}")
+  values = dict(config_flag.leaves(config))
   ramps = ("data.batch_size_ramp", "data.sequence_length_ramp", "training.tokens")
-  sections = {key: key.split(".") for key in ramps}
-  if given := [key for key, (section, name) in sections.items() if config[section][name]]:
+  if given := [key for key in ramps if values[key]]:
     raise ValueError(f"{given[0]}: each run of a ladder has its own number of tokens; leave it out")
   splits.train_missing_tokenizer(config)
   family = ladder.Family(config)
@@ -155,15 +157,10 @@ def _seed(setting: Mapping[str, str]) -> int:
 
 def _flops() -> list[float]:
   """Returns --flops; raises ValueError for what is no number above 0."""
-  found = []
   for text in flags.FLOPS.value:
-    try:
-      found.append(float(text))
-    except ValueError:
-      found.append(math.nan)
-    if not 0 < found[-1] < math.inf:
+    if not re.fullmatch(r"(\d+\.?\d*|\.\d+)(e\+?\d{1,2})?", text) or not float(text):
       raise ValueError(f"--flops: {text!r} is no number above 0, such as --flops=1e11,4e11")
-  return found
+  return [*map(float, flags.FLOPS.value)]
 
 
 def _entries(
@@ -252,23 +249,18 @@ def _fit_as_json(fit: Fit, observed: Sequence[Observation]) -> dict[str, Any]:
   held_out: Sequence[scaling_laws.HeldOut] = ()
   rung = {one.setting for one in observed if one.compute > _RUNG * fit.largest_compute}
   for count in range(len(rung), 0, -1):
-    try:
+    with contextlib.suppress(ValueError):  # the rest are too few
       held_out = scaling_laws.held_out(observed, settings=count)
       break
-    except ValueError:  # the rest are too few
-      continue
   return {
     "coefficients": {name: vars(one) for name, one in fit.coefficients.items()},
     "noise": fit.noise,
     "largest_flops": fit.largest_compute,
     "held_out": [
       {
-        "parameters": one.prediction.parameters,
-        "tokens": one.prediction.tokens,
-        "predicted": vars(one.prediction.loss),
-        "measured": one.measured,
-        "error": one.error,
-        "inside": one.inside,
+        **{"parameters": one.prediction.parameters, "tokens": one.prediction.tokens},
+        **{"predicted": vars(one.prediction.loss), "measured": one.measured},
+        **{"error": one.error, "inside": one.inside},
         "times_largest": one.prediction.times_largest,
       }
       for one in held_out

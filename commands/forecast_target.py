@@ -106,47 +106,37 @@ class Target:
     title: why it is this one.
     size: of the model.
     prediction: of its bits per byte.
-    parameters: at which the law has its optimum, with an interval; None of a given model.
     unique_tokens: of the training split.
+    parameters: at which the law has its optimum, with an interval; None of a given model.
     served: tokens that were counted as served.
-    mesh: of the search; "" without a topology.
-    rematerialization: likewise.
-    overrides: of the search, as on a command line.
-    plan: as plan.json has it; None without a topology, or where nothing fits.
-    failures: lines about failures.
-    seconds: that the run takes, with failures.
-    cost: of these; None without a price.
-    refused: why nothing fits; "".
+    planned: parts of forecast.json, as far as they are known: mesh, rematerialization and overrides
+      of the search; the plan, as plan.json has it; lines about failures, the seconds that the run
+      takes with them, their cost; `refused`, why nothing fits.
   """
 
   title: str
   size: ladder.Size
   prediction: Prediction
-  parameters: scaling_laws.Interval | None
   unique_tokens: float
+  parameters: scaling_laws.Interval | None = None
   served: float = 0.0
-  mesh: str = ""
-  rematerialization: str = ""
-  overrides: str = ""
-  plan: Mapping[str, Any] | None = None
-  failures: tuple[str, ...] = ()
-  seconds: float | None = None
-  cost: float | None = None
-  refused: str = ""
+  planned: Mapping[str, Any] = dataclasses.field(default_factory=lambda: _UNPLANNED)
 
   @property
   def fits(self) -> bool:
     """Returns whether it can be trained, as far as that was asked."""
-    return not self.refused
+    return not self.planned["refused"]
+
+  def with_planned(self, **planned: Any) -> "Target":
+    """Returns a target of which more is planned."""
+    return dataclasses.replace(self, planned={**self.planned, **planned})
 
   def as_json(self) -> dict[str, Any]:
     """Returns the part of forecast.json about it."""
-    found = self.prediction
-    names = ("title", "mesh", "rematerialization", "overrides", "failures", "seconds", "cost")
-    kept = ("peak_bytes_per_device", "hbm_bytes_per_device", "compiled", "mfu", "goodput")
-    kept += ("steps", "devices", "chip_hours", "accuracy", "step_seconds", "topology")
+    found, plan = self.prediction, self.planned["plan"]
     return {
-      **{name: getattr(self, name) for name in names},
+      "title": self.title,
+      **self.planned,
       "width": self.size.width,
       "layers": self.size.layers,
       "parameters": self.size.parameters,
@@ -159,10 +149,17 @@ class Target:
       "flops": TRAINING_FLOPS * self.size.parameters * found.tokens,
       "times_largest": found.times_largest,
       "extrapolated": found.extrapolated,
-      "refused": self.refused,
       "train": _command(self),
-      "plan": self.plan and {key: self.plan[key] for key in kept if key in self.plan},
+      "plan": plan and {key: plan[key] for key in _KEPT if key in plan},
     }
+
+
+_UNPLANNED = {
+  **{"mesh": "", "rematerialization": "", "overrides": "", "plan": None, "failures": ()},
+  **{"seconds": None, "cost": None, "refused": ""},
+}
+_KEPT = ("peak_bytes_per_device", "hbm_bytes_per_device", "compiled", "mfu", "goodput", "steps")
+_KEPT += ("devices", "chip_hours", "accuracy", "step_seconds", "topology")
 
 
 def of_budget(
@@ -188,7 +185,7 @@ def _predicted(
   fit: Fit, title: str, size: ladder.Size, tokens: float, unique: float, **more: Any
 ) -> Target:
   prediction = scaling_laws.predict(fit, size.parameters, tokens, unique_tokens=unique)
-  return Target(title, size, prediction, more.pop("parameters", None), unique, **more)
+  return Target(title, size, prediction, unique, **more)
 
 
 def _bought(
@@ -199,28 +196,28 @@ def _bought(
   for _ in range(ROUNDS):
     best = scaling_laws.optimal_size(
       fit, rate * budget.seconds, served_tokens=served, unique_tokens=unique
-    )
-    wanted = best.parameters.value
-    if size is not None and abs(math.log(wanted / size.parameters)) < NEAR:
+    ).parameters
+    if size is not None and abs(math.log(best.value / size.parameters)) < NEAR:
       break
-    size = family.nearest(wanted)
+    size = family.nearest(best.value)
     tokens = rate * budget.seconds / (TRAINING_FLOPS * size.parameters)
-    more = {"parameters": best.parameters, "served": served}
-    target = _predicted(fit, title, size, tokens, unique, **more)
+    target = _predicted(fit, title, size, tokens, unique, parameters=best, served=served)
     found = _searched(target, budget, axes=_ROUGHLY)
     if found.best is None:
       break
     rate = TRAINING_FLOPS * size.parameters / found.best.seconds_per_token
   planned = _planned(target, budget)
-  if planned.refused:
+  if not planned.fits:
     return planned
   # The plan knows the time of a step, and failures take a part of all time.
-  step = planned.plan["step_seconds"]["expected"]
-  share = planned.plan["goodput"]["best"]["share"]
-  steps = max(1, math.floor(budget.seconds * share / step))
-  tokens = steps * planned.plan["token_budget"] / planned.plan["steps"]
-  again = _predicted(fit, title, size, tokens, unique, **more)
-  return _with_plan(again, budget, planned, {**planned.plan, "steps": steps})
+  plan = planned.planned["plan"]
+  share = plan["goodput"]["best"]["share"]
+  steps = max(1, math.floor(budget.seconds * share / plan["step_seconds"]["expected"]))
+  tokens = steps * plan["token_budget"] / plan["steps"]
+  again = _predicted(
+    fit, title, size, tokens, unique, parameters=target.parameters, served=served
+  ).with_planned(**planned.planned)
+  return _with_plan(again, budget, {**plan, "steps": steps})
 
 
 def _config(target: Target) -> ConfigDict:
@@ -258,7 +255,7 @@ def _refused(target: Target, found: search_results.Found) -> Target:
     for more, name, _ in found.nearest
   ]
   would = f"; these would: {'; '.join(ways)}" if ways else ""
-  return dataclasses.replace(target, refused=f"no setting fits on {found.topology}{would}")
+  return target.with_planned(refused=f"no setting fits on {found.topology}{would}")
 
 
 def _planned(target: Target, budget: Budget) -> Target:
@@ -277,43 +274,34 @@ def _planned(target: Target, budget: Budget) -> Target:
     label="forecast: plan",
     command=flags.command_line(),
   )["plan"]
-  target = dataclasses.replace(
-    target,
+  target = target.with_planned(
     mesh=best.mesh_text,
     rematerialization=best.rematerialization,
     overrides=search_space.text(best.setting),
     plan=plan,
   )
   if not plan["fits"]:
-    return dataclasses.replace(target, refused=f"it does not fit on {found.topology}")
-  return _with_plan(target, budget, target, plan)
+    return target.with_planned(refused=f"it does not fit on {found.topology}")
+  return _with_plan(target, budget, plan)
 
 
-def _with_plan(target: Target, budget: Budget, planned: Target, plan: Mapping[str, Any]) -> Target:
-  """Returns a target with its time and cost, failures included."""
+def _with_plan(target: Target, budget: Budget, plan: Mapping[str, Any]) -> Target:
+  """Returns a target with its plan, time and cost, failures included."""
   plan, config = dict(plan), flags.CONFIG.value
   failures = plan_verb.with_failures(plan, config.planning, config.checkpoint)
   seconds = plan["goodput"]["best"]["seconds"][0]
   cost = seconds / 3600 * budget.chips * budget.price if budget.price else None
-  names = ("mesh", "rematerialization", "overrides")
-  return dataclasses.replace(
-    target,
-    **{name: getattr(planned, name) for name in names},
-    plan=plan,
-    failures=tuple(failures),
-    seconds=seconds,
-    cost=cost,
-  )
+  return target.with_planned(plan=plan, failures=tuple(failures), seconds=seconds, cost=cost)
 
 
 def _command(target: Target) -> str:
   """Returns the command that trains a target."""
   data = flags.CONFIG.value.data
   steps = math.ceil(target.prediction.tokens / (data.global_batch_size * data.sequence_length))
-  if target.plan:
-    steps = target.plan["steps"]
+  if plan := target.planned["plan"]:
+    steps = plan["steps"]
   own = {**target.size.setting, "training.steps": str(steps)}
   if "evaluation.final_steps" not in flags.CONFIG.overridden:
     own["evaluation.final_steps"] = "0"  # all of the split, as the ladder's
   words = [f"{key}={value}" for key, value in own.items()]
-  return " ".join([flags.command_to_train(), *words, target.overrides]).strip()
+  return " ".join([flags.command_to_train(), *words, target.planned["overrides"]]).strip()

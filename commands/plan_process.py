@@ -27,6 +27,7 @@ from etils import epath
 from ml_collections import ConfigDict
 from rich.console import Console
 
+from commands.plan_worker import ANSWER, SAID
 from interop import hf_folder
 from processes import preemption
 from runtime import exit_codes, extensions, files, forms
@@ -44,8 +45,6 @@ ENVIRONMENT = {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 PIPED_SECONDS = 15.0  # between two lines about the phase of a worker, where there is no terminal
-ANSWER = "answer.json"  # of a worker, in its folder
-SAID = "said: "  # begins what a worker says once, not only as its phase
 
 
 class WorkerError(exit_codes.RetryableError):
@@ -245,10 +244,8 @@ def _digest(facts: Any) -> str:
 
 def _compilers() -> list[str]:
   """Returns the versions of the compilers for TPUs and for GPUs; "" of what is not installed."""
-  found = []
-  for name in ("libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt"):
-    try:
-      found.append(importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
-      found.append("")
-  return found
+  found = dict.fromkeys(("libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt"), "")
+  for name in found:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      found[name] = importlib.metadata.version(name)
+  return [*found.values()]

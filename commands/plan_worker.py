@@ -22,9 +22,8 @@ from typing import Any
 
 from runtime import exit_codes
 
-# As in commands/plan_process.py, which is not imported.
-ANSWER = "answer.json"
-SAID = "said: "
+ANSWER = "answer.json"  # in the folder of a request
+SAID = "said: "  # begins what is said once, not only as the phase
 
 
 def main() -> int:

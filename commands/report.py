@@ -85,7 +85,4 @@ def _file(words: Sequence[str], folders: Sequence[epath.Path]) -> epath.Path:
     if len(words) == 1 and run_files.in_folder(folder := epath.Path(words[0])):
       return folder / INDEX
     return folders[0] / (AGAINST if len(folders) > 1 else REPORT)
-  file = epath.Path(flags.HTML.value)
-  if file.is_dir() or not file.parent.is_dir():
-    raise ValueError(f"--html={file}: give a file in a folder that exists")
-  return file
+  return flags.output_file(flags.HTML)

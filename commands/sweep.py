@@ -84,6 +84,8 @@ def _asked() -> tuple[list[sweep_axes.Setting], epath.Path]:
     with_setting(config, one)
   if draw < 0:
     raise ValueError("--random is at least 0")
+  if flags.LAUNCHER.value and flags.SLURM.value:
+    raise ValueError("--launcher: --slurm starts no run; processes/launch/slurm.sh starts them")
   folder = folder_of("sweep", "--slurm makes an array of the runs, ")
   every = config.evaluation.every_steps
   varied = {"training.steps", "evaluation.every_steps"} & {*settings[0]}
@@ -102,8 +104,6 @@ def _launcher() -> list[str]:
     words = shlex.split(text)
   except ValueError as error:
     raise ValueError(f"--launcher={text}: {error}") from error
-  if words and flags.SLURM.value:
-    raise ValueError("--launcher: --slurm starts no run; processes/launch/slurm.sh starts them")
   if words and shutil.which(words[0]) is None:
     raise ValueError(f"--launcher={text}: there is no program {words[0]}")
   return words
@@ -248,9 +248,7 @@ class Runs:
 
     def order(places: Sequence[int]) -> float:
       values = [sweep_report.value_at(self.entries[one].run, metric, step) for one in places]
-      known = [one for one in values if one is not None]
-      worst = len(known) < len(values)
-      return math.inf if worst else metric.sign * statistics.fmean(known)
+      return math.inf if None in values else metric.sign * statistics.fmean(values)
 
     ranked = sorted(self._groups(), key=order)
     kept = math.ceil(len(ranked) / KEEP)
@@ -353,10 +351,8 @@ class Runs:
     lines = log.read_bytes().decode(errors="replace").splitlines()
     printed = [_PROCESS.sub("", line).strip() for line in lines if line.strip()]
     begins = [place for place, line in enumerate(printed) if line.startswith(_BEGINS)]
-    if begins:
-      said = " ".join(one for one in printed[begins[-1] :] if not one.startswith(_LAUNCHER))
-    else:
-      said = "".join(printed[-1:])
+    since = printed[begins[-1] :] if begins else printed[-1:]
+    said = " ".join(one for one in since if not (begins and one.startswith(_LAUNCHER)))
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     return f"{how}: {printable(said, longest=300)}" if said else how
 

@@ -78,15 +78,6 @@ def names(settings: Sequence[Setting]) -> list[str]:
   return [name(one) for one in settings]
 
 
-def values_of(settings: Sequence[Setting], key: str) -> list[str]:
-  """Returns the values of an axis: numbers by their size, others in the order of the runs."""
-  found = list(dict.fromkeys(one[key] for one in settings))
-  try:
-    return sorted(found, key=float)
-  except ValueError:
-    return found
-
-
 def _axes(text: str) -> dict[str, list[str]]:
   axes: dict[str, list[str]] = {}
   for part in filter(str.strip, text.split(";")):

@@ -248,6 +248,14 @@ def number_text(value: float) -> str:
   return f"{value:.4g}"
 
 
+def number_order(text: str) -> tuple[float, str]:
+  """Returns by what texts are sorted: numbers by their size, before others."""
+  try:
+    return float(text), ""
+  except ValueError:
+    return float("inf"), text
+
+
 def percent_text(value: float) -> str:
   """Returns `12.5 %`."""
   return f"{100 * value:.3g} %"

@@ -50,8 +50,9 @@ def text(parts: Mapping[str, Any]) -> str:
     *best_lines(parts),
   ]
   for one in parts["targets"]:
-    head, *rest = target_lines(one, parts)
-    lines += ["", head, *(f"  {line}" for line in rest)]
+    train = [] if one["refused"] else [f"train it: {one['train']}"]
+    rest = [*target_lines(one, parts), *doubts(one), *train]
+    lines += ["", f"{one['title']}, for {parts['budget']}", *(f"  {line}" for line in rest)]
   return "\n".join(lines)
 
 
@@ -85,59 +86,39 @@ def best_lines(parts: Mapping[str, Any]) -> list[str]:
 
 
 def target_lines(one: Mapping[str, Any], parts: Mapping[str, Any]) -> list[str]:
-  """Returns what is said of a target, its heading first."""
-  lines = [f"{one['title']}, for {parts['budget']}"]
-  lines.append(
+  """Returns what is said of a target besides its heading, doubts and the command that trains it."""
+  line = (
     f"{units.number(one['parameters'])} parameters (width {one['width']:,}, {one['layers']} "
     f"layers), {units.number(one['tokens'])} tokens, {one['flops']:.3g} FLOPs"
   )
   if best := one["best_parameters"]:
     low, high = units.number(best["low"]), units.number(best["high"])
-    lines[-1] += f"; the best size is between {low} and {high} parameters"
-  lines.append(loss_text(one, parts))
-  lines += remarks(one)
-  if one["refused"]:
-    return [*lines, one["refused"]]
-  if one["plan"]:
-    lines += plan_lines(one, parts)
-  return [*lines, train_text(one)]
-
-
-def train_text(one: Mapping[str, Any]) -> str:
-  """Returns the command that trains a target."""
-  return f"train it: {one['train']}"
-
-
-def extrapolation(one: Mapping[str, Any]) -> str:
-  """Returns that a prediction is too far beyond the ladder."""
-  return (
-    f"EXTRAPOLATED to {units.number(one['times_largest'])} times the compute of the largest run of "
-    f"the ladder; beyond {FAR} times, no interval can be trusted"
-  )
-
-
-def loss_text(one: Mapping[str, Any], parts: Mapping[str, Any]) -> str:
-  """Returns the predicted bits per byte and loss."""
+    line += f"; the best size is between {low} and {high} parameters"
   loss = {key: value * parts["nats_per_bit"] for key, value in one["bits_per_byte"].items()}
-  return (
-    f"{UNIT} {interval(one['bits_per_byte'])}, loss {interval(loss)} nats per token, on the "
-    f"evaluation split"
-  )
-
-
-def remarks(one: Mapping[str, Any]) -> list[str]:
-  """Returns what limits a prediction: repeated data, and how far it is extrapolated."""
-  lines = []
+  said = f"{UNIT} {interval(one['bits_per_byte'])}, loss {interval(loss)} nats per token, on the"
+  lines = [line, f"{said} evaluation split"]
   if one["epochs"] > 1:
     worth = units.number(one["effective_tokens"])
     lines.append(
       f"the data are seen {one['epochs']:.3g} times, which is worth {worth} tokens seen once"
     )
-  far = f"{units.number(one['times_largest'])} times the compute of the largest run of the ladder"
-  lines.append(extrapolation(one) if one["extrapolated"] else far)
+  if not one["extrapolated"]:
+    times = units.number(one["times_largest"])
+    lines.append(f"{times} times the compute of the largest run of the ladder")
   if one["served_tokens"]:
     lines.append(f"counting {units.number(one['served_tokens'])} tokens that it will serve")
+  if one["plan"] and not one["refused"]:
+    lines += plan_lines(one, parts)
   return lines
+
+
+def doubts(one: Mapping[str, Any]) -> list[str]:
+  """Returns that a prediction is too far beyond the ladder, and why a target cannot be trained."""
+  far = (
+    f"EXTRAPOLATED to {units.number(one['times_largest'])} times the compute of the largest run of "
+    f"the ladder; beyond {FAR} times, no interval can be trusted"
+  )
+  return [*([far] if one["extrapolated"] else []), *filter(None, [one["refused"]])]
 
 
 def plan_lines(one: Mapping[str, Any], parts: Mapping[str, Any]) -> list[str]:
@@ -204,14 +185,11 @@ def _card(one: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
     lead += f"; {hours(one['seconds'])}"
   if one["cost"] is not None:
     lead += f", {money(one['cost'], parts)}"
-  far = "" if not one["extrapolated"] else extrapolation(one)
-  _, *lines = target_lines(one, parts)
-  kept = [line for line in lines if line not in (far, one["refused"], train_text(one))]
   return {
     "title": one["title"],
     "lead": f"{lead}.",
-    "doubt": ". ".join(filter(None, (far, one["refused"]))),
-    "lines": kept,
+    "doubt": ". ".join(doubts(one)),
+    "lines": target_lines(one, parts),
     "train": "" if one["refused"] else one["train"],
   }
 

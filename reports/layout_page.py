@@ -82,6 +82,14 @@ class Side:
     return [*sections["parameters"].values(), *sections["optimizer"].values()]
 
   @property
+  def stored(self) -> dict[str, int]:
+    """Returns section -> bytes per device."""
+    return {
+      name: sum(bytes_per_device(p, self.sizes) for p in found.values())
+      for name, found in self.job.placements.items()
+    }
+
+  @property
   def activations(self) -> list[tuple[list[str], Sheet]]:
     """Returns the row and the drawing of each constrained activation, in order."""
     drawn = [self.drawing(one, one.letters) for one in self.job.activations.seen]
@@ -191,18 +199,8 @@ def _differing(sides: Sequence[Side]) -> tuple[int, int]:
 
 def _bars(sides: Sequence[Side]) -> list[dict[str, Any]]:
   """Returns the bar of each side, all of one scale."""
-  stored = [_stored(side) for side in sides]
-  most = max(sum(parts.values()) for parts in stored)
-  return [
-    memory_bar(parts, _limit(side), beside=most) for parts, side in zip(stored, sides, strict=True)
-  ]
-
-
-def _stored(side: Side) -> dict[str, int]:
-  sections = side.job.placements.items()
-  return {
-    name: sum(bytes_per_device(p, side.sizes) for p in found.values()) for name, found in sections
-  }
+  most = max(sum(side.stored.values()) for side in sides)
+  return [memory_bar(side.stored, _limit(side), beside=most) for side in sides]
 
 
 def _limit(side: Side) -> float | None:
@@ -307,8 +305,7 @@ def _totals(sides: Sequence[Side]) -> dict[str, Any]:
   for side in sides:
     sections = side.job.placements
     count = sum(math.prod(p.shape) for p in sections["parameters"].values())
-    sums = [sum(bytes_per_device(p, side.sizes) for p in ps.values()) for ps in sections.values()]
-    sums.append(sum(bytes_per_device(p, side.sizes) for p in side.held))
+    sums = [*side.stored.values(), sum(bytes_per_device(p, side.sizes) for p in side.held)]
     sums.append(rules.replicated_bytes(side.held, side.sizes))
     texts = [f"{count:,}", *map(size_text, sums)]
     first = rows[0] if rows else texts
@@ -326,6 +323,12 @@ def _costs(job: Job) -> list[collectives.Row]:
 
 def _costs_of(side: Side, sides: Sequence[Side]) -> dict[str, Any]:
   """Returns one side's collectives, grouped by the axes that they run along."""
+
+  def numbers(row: collectives.Row) -> list[str]:
+    """Returns runs, bytes of each, bytes per step."""
+    runs = f"{row.count}{'' if row.exact else '+'}"
+    return [runs, size_text(row.bytes / (row.count or 1)), size_text(row.bytes)]
+
   by_axes: dict[tuple[str, ...], list[collectives.Row]] = {}
   for row in side.costs:
     by_axes.setdefault(row.axes, []).append(row)
@@ -338,18 +341,12 @@ def _costs_of(side: Side, sides: Sequence[Side]) -> dict[str, Any]:
         "name": " + ".join(f"{axis}={side.sizes[axis]}" for axis in axes),
         "size": size_text(size),
         "percent": round(100 * size / most, 2),
-        "rows": [{"kind": row.kind, "numbers": _numbers(row)} for row in found],
+        "rows": [{"kind": row.kind, "numbers": numbers(row)} for row in found],
       }
       for axes, found in by_axes.items()
       for size in [sum(row.bytes for row in found)]
     ],
   }
-
-
-def _numbers(row: collectives.Row) -> list[str]:
-  """Returns runs, bytes of each, bytes per step."""
-  runs = f"{row.count}{'' if row.exact else '+'}"
-  return [runs, size_text(row.bytes / (row.count or 1)), size_text(row.bytes)]
 
 
 # The drawings of a run's layout, stored as JSON: `layout.json`, for the page of the run.
@@ -370,15 +367,11 @@ def stored_layout(job: Job) -> dict[str, Any]:
     {"names": names, "sheet": dataclasses.asdict(side.drawing(placement))}
     for names, placement in (_ways(job.placements["parameters"])[:MOST_DRAWINGS] if small else ())
   ]
-  sizes = {
-    title: sum(rules.bytes_per_device(p, side.sizes) for p in placements.values())
-    for title, placements in job.placements.items()
-  }
   return {
     "caption": side.caption,
     "mesh": dataclasses.asdict(side.mesh) if small else None,
     "parameters": job.parameter_counts()[0],
-    "bytes_per_device": sizes,
+    "bytes_per_device": side.stored,
     "replicated_bytes": rules.replicated_bytes(side.held, side.sizes),
     "drawings": drawn,
     "pipeline": schedule and {**dataclasses.asdict(schedule), "layers": job.config.model.layers},
@@ -387,10 +380,10 @@ def stored_layout(job: Job) -> dict[str, Any]:
 
 def _ways(parameters: Mapping[str, Placement]) -> list[tuple[list[str], Placement]]:
   """Returns (names, placement) of the parameters that are sharded alike, the largest first."""
-  ways: dict[tuple, list[tuple[str, Placement]]] = {}
-  for name, p in parameters.items():
-    ways.setdefault((p.shape, p.letters, str(p.spec)), []).append((name, p))
-  found = [([name for name, _ in same], same[0][1]) for same in ways.values()]
+  ways: dict[tuple, list[Placement]] = {}
+  for p in parameters.values():
+    ways.setdefault((p.shape, p.letters, str(p.spec)), []).append(p)
+  found = [([p.name for p in same], same[0]) for same in ways.values()]
   return sorted(found, key=lambda one: -len(one[0]) * _whole_bytes(one[1]))
 
 

@@ -177,7 +177,7 @@ def for_page(schedule: Schedule, layers: int) -> dict[str, Any]:
       computed = _range_text(chunk_layers(schedule, layers, stage)[unit.chunk])
       said = f"{work} pass of microbatch {unit.microbatch}, layers {computed}"
     title = f"stage {stage}, tick {every[place].tick}: {said}"
-    text, kind = (_name(unit, several), work) if unit else ("", "wait")
+    text, kind = (_name(unit, several), work) if unit else ("", "bubble")
     return {**where, "kind": kind, "text": text, "title": title}
 
   lefts = [0, *itertools.accumulate(lengths)][:-1]

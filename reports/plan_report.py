@@ -5,6 +5,7 @@ The timeline of a layer has a row of compute, a row per kind of transfer, and th
 
 import dataclasses
 import io
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -59,16 +60,14 @@ def lines(timeline: Timeline | None) -> Iterator[str]:
   if timeline and timeline.layers:
     yield f"  {TIMELINE_LEGEND}"
   yield from missing_lines(timeline)
-  if timeline:
-    yield from gap_lines(timeline.gaps[:1])
+  for gap in timeline.gaps[:1] if timeline else ():
+    yield from gap_lines(gap)
 
 
-def missing_lines(timeline: Timeline | None) -> Iterator[str]:
-  """Yields what there is no timeline of, and why."""
-  if timeline is None:
-    yield "timeline of a layer: none without a compiled program"
-  else:
-    yield from (f"timeline of a layer: {missing}" for missing in timeline.missing)
+def missing_lines(timeline: Timeline | None) -> list[str]:
+  """Returns what there is no timeline of, and why."""
+  missing = timeline.missing if timeline else ("none without a compiled program",)
+  return [f"timeline of a layer: {why}" for why in missing]
 
 
 def head(layer: Layer) -> str:
@@ -96,14 +95,13 @@ def parts(layer: Layer) -> str:
   return ", ".join(named)
 
 
-def gap_lines(gaps: Sequence[Gap]) -> Iterator[str]:
-  """Yields the most expensive gaps: what is waited for, and the line of code that causes it."""
-  for gap in gaps:
-    each = f" ({gap.runs} x {milliseconds(gap.seconds / gap.runs)} ms)" if gap.runs > 1 else ""
-    yield f"most expensive gap: {milliseconds(gap.seconds)} ms of a step{each}, to wait for"
-    yield f"  the {gap.what}{gap.when and ', '}{gap.when}"
-    line = gap.line or "its line of code is not in the program"
-    yield from (f"  {part}" for part in line.replace(", through", ",\nthrough").splitlines())
+def gap_lines(gap: Gap) -> Iterator[str]:
+  """Yields the most expensive gap: what is waited for, and the line of code that causes it."""
+  each = f" ({gap.runs} x {milliseconds(gap.seconds / gap.runs)} ms)" if gap.runs > 1 else ""
+  yield f"most expensive gap: {milliseconds(gap.seconds)} ms of a step{each}, to wait for"
+  yield f"  the {gap.what}{gap.when and ', '}{gap.when}"
+  line = gap.line or "its line of code is not in the program"
+  yield from (f"  {part}" for part in line.replace(", through", ",\nthrough").splitlines())
 
 
 def milliseconds(seconds: float) -> str:
@@ -183,21 +181,18 @@ class PlanTable(NamedTuple):
 
 def text(plan: Plan, *, width: int = 110) -> str:
   """Returns the plan as text."""
-  out = io.StringIO()
-  console = Console(file=out, width=width, highlight=False, no_color=True)
-  for line in [verdict(plan), *notes(plan), *(f"  {line}" for line in advice(plan))]:
-    console.print(line, soft_wrap=True)
-  console.print()
+  console = Console(file=io.StringIO(), width=width, highlight=False, no_color=True)
+  said = [verdict(plan), *notes(plan), *(f"  {line}" for line in advice(plan)), ""]
+  console.print("\n".join(said), soft_wrap=True)
   for found in (memory_table(plan), collectives_table(plan), host_table(plan)):
     if found.rows:
       console.print(_in_terminal(found))
-  if schedule := plan.job.program.pipeline:
-    console.print(pipeline_picture.text(schedule, plan.job.config.model.layers), soft_wrap=True)
-  for line in lines(plan.timeline) if plan.times else ():
-    console.print(line, soft_wrap=True)
-  for line in [*time_lines(plan), *(f"warning: {warning}" for warning in plan.warnings)]:
-    console.print(line, soft_wrap=True)
-  return out.getvalue().rstrip()
+  schedule = plan.job.program.pipeline
+  said = [pipeline_picture.text(schedule, plan.job.config.model.layers)] if schedule else []
+  said += [*(lines(plan.timeline) if plan.times else ()), *time_lines(plan)]
+  said += [f"warning: {warning}" for warning in plan.warnings]
+  console.print("\n".join(said), soft_wrap=True)
+  return console.file.getvalue().rstrip()
 
 
 def advice(plan: Plan) -> list[str]:
@@ -328,9 +323,8 @@ def _shares(seconds: Sequence[float]) -> list[float]:
 
 def _in_terminal(found: PlanTable) -> Table:
   table = Table(title=found.title, title_justify="left", box=None, pad_edge=False)
-  for heads, justify in ((found.texts, "left"), (found.numbers, "right")):
-    for head in heads:
-      table.add_column(head, justify=justify)
+  for head in (*found.texts, *found.numbers):
+    table.add_column(head, justify="left" if head in found.texts else "right")
   for row in found.rows:
     table.add_row(*row)
   return table
@@ -405,11 +399,9 @@ def time_lines(plan: Plan) -> list[str]:
   ]
   if plan.host:
     lines.insert(3, host_line(plan))
-  budget = (
-    f"budget: {units.number(plan.token_budget)} {plan.unit} take {units.number(plan.chip_hours)} "
-  )
-  budget += "chip-hours"
-  return [*lines, budget if plan.cost is None else f"{budget} and cost {plan.cost:,.2f}"]
+  hours = f"take {units.number(plan.chip_hours)} chip-hours"
+  cost = "" if plan.cost is None else f" and cost {plan.cost:,.2f}"
+  return [*lines, f"budget: {units.number(plan.token_budget)} {plan.unit} {hours}{cost}"]
 
 
 # ------------------------------ what lives at the peak ------------------------------
@@ -506,7 +498,7 @@ def html(plan: Plan, *, command: str = "") -> str:
       "constants": _constants(plan),
     },
     layers=[_layer_rows(one) for one in (plan.timeline.layers if plan.timeline else ())],
-    no_layers=[*missing_lines(plan.timeline)],
+    no_layers=missing_lines(plan.timeline),
     step=_step(plan) if plan.times else None,
     parameters=Arrays(sides).section("parameters"),
     sources=SOURCES,
@@ -569,40 +561,39 @@ def _step(plan: Plan) -> dict[str, Any]:
   """
   low, expected, high = plan.step_seconds
 
-  def bar(kind: str, begin: float, seconds: float, title: str) -> dict[str, Any]:
-    return _lane_bar(kind, begin, seconds, high, title)
-
-  def row(name: str, seconds: float, *bars: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "text": units.seconds(seconds), "bars": bars}
+  def row(name: str, *bars: tuple[str, float, str], text: str = "") -> dict[str, Any]:
+    """Returns a row of bars, each (kind, seconds, title), one after another."""
+    begins = [0.0, *itertools.accumulate(seconds for _, seconds, _ in bars)]
+    drawn = [
+      _lane_bar(kind, begin, seconds, high, title)
+      for begin, (kind, seconds, title) in zip(begins, bars, strict=False)
+    ]
+    return {"name": name, "text": text or units.seconds(begins[-1]), "bars": drawn}
 
   def sent(name: str, seconds: float, waited: float) -> dict[str, Any]:
-    parts = [bar("sent", 0, seconds - waited, f"{name}, hidden")]
-    return row(name, seconds, *parts, bar("wait", seconds - waited, waited, f"{name}, waited for"))
+    hidden = ("sent", seconds - waited, f"{name}, hidden")
+    return row(name, hidden, ("wait", waited, f"{name}, waited for"))
 
-  parts, begin = [], 0.0
-  for name, seconds in plan.times.parts.items():
-    parts.append(bar("computing" if name == "computing" else "wait", begin, seconds, name))
-    begin += seconds
-  rows = [row("step: " + ", ".join(plan.times.parts), expected, *parts)]
+  parts = [
+    ("computing" if name == "computing" else "wait", seconds, name)
+    for name, seconds in plan.times.parts.items()
+  ]
+  rows = [row("step: " + ", ".join(plan.times.parts), *parts, text=units.seconds(expected))]
   for name, kind in (("compute", "matmul"), ("HBM", "memory")):
-    seconds = terms(plan)[name]
-    rows.append(row(f"{name} alone", seconds, bar(kind, 0, seconds, name)))
+    rows.append(row(f"{name} alone", (kind, terms(plan)[name], name)))
   for one in by_axes(plan.sent):
     rows.append(sent(f"{one['axis']}, {one['kind']}", one["seconds"], one["exposed"]))
   for one in plan.times.host:
     name = " ".join(filter(None, (one.direction, one.what)))
     rows.append(sent(name, one.seconds, one.exposed_seconds))
-  duration = units.seconds
+  hours = f"{units.number(plan.chip_hours)} chip-hours"
   facts = [
-    ("a step", f"{duration(expected)} ({duration(low)} to {duration(high)})"),
+    ("a step", f"{units.seconds(expected)} ({units.seconds(low)} to {units.seconds(high)})"),
     (f"{plan.unit} per second and device", f"{plan.rate:,.0f}"),
     ("MFU", f"{100 * plan.mfu():.1f} %"),
     ("with causal attention counted half", f"{100 * plan.mfu(causal=True):.1f} %"),
     ("largest term", max(terms(plan), key=terms(plan).get)),
-    (
-      f"{units.number(plan.token_budget)} {plan.unit}",
-      f"{units.number(plan.chip_hours)} chip-hours",
-    ),
+    (f"{units.number(plan.token_budget)} {plan.unit}", hours),
   ]
   if plan.cost is not None:
     facts.append(("they cost", f"{plan.cost:,.2f}"))

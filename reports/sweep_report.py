@@ -234,11 +234,8 @@ def _rank_text(result: Result, key: str) -> str:
   """Returns what can be said of an axis where no two settings differ in it alone."""
   place = [axis for axis in result.axes if axis != SEED].index(key)
   pairs = [(group[place], statistics.fmean(values)) for group, values in result.groups().items()]
-  try:
-    numbers = [float(value) for value, _ in pairs]
-  except ValueError:
-    numbers = []
-  if len({*numbers}) < 3:
+  numbers = [charts.number_order(value)[0] for value, _ in pairs]
+  if math.inf in numbers or len({*numbers}) < 3:
     return f"{key}: no runs differ in it alone, so its effect is not known"
   found = stats.spearmanr(numbers, [mean for _, mean in pairs])
   return (
@@ -300,7 +297,7 @@ def parallel_coordinates(result: Result) -> Markup:
   lines.sort(key=lambda line: -result.metric.sign * line[1])  # the best is drawn last
   heights, low = [], min(value for _, value in lines)
   for key in result.axes:
-    values = ordered({one.setting[key] for one, _ in lines})
+    values = sorted({one.setting[key] for one, _ in lines}, key=charts.number_order)
     heights.append({value: _share(place, len(values) - 1) for place, value in enumerate(values)})
   range_ = max(value for _, value in lines) - low
   places = range(len(result.axes) + 1)
@@ -332,14 +329,6 @@ def parallel_coordinates(result: Result) -> Markup:
     f"line{rank}": f"{one.name}: {units.plain(value)}" for rank, (one, value) in enumerate(lines)
   }
   return charts.for_page(figure, "parallel coordinates", "parallel", titles)
-
-
-def ordered(values: set[str]) -> list[str]:
-  """Returns the values of an axis: numbers by their size, else by their text."""
-  try:
-    return sorted(values, key=float)
-  except ValueError:
-    return sorted(values)
 
 
 def _share(part: float, whole: float) -> float:

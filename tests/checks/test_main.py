@@ -55,11 +55,9 @@ def test_findings_exit_with_3_and_are_written(file, tmp_path, capsys):
   [
     ("x = 1", (), "does not define program(mesh)"),
     ("1 / 0", (), "cannot be imported: ZeroDivisionError"),
-    ("def program(mesh): raise ValueError('no')", ("--mesh=1", "--mesh=data=2"), "ValueError: no"),
     ("def program(mesh): pass", ("--mesh=1",), "two meshes or more"),
     ("def program(mesh): pass", ("--mesh=1", "--mesh=data=64"), "64 devices, and there are 8"),
     ("def program(mesh): pass", (), "returns a NoneType, not a checks.Program"),
-    ("", ("--mesh=data",), "write axes with sizes"),
     ("", ("--only=speed",), "there is no speed; there are"),
     ("", ("--json=no/such/file",), "its folder does not exist"),
   ],

@@ -102,8 +102,3 @@ def test_the_curve_is_of_the_steps_that_count(tmp_path, capsys, monkeypatch):
   assert not closing._can_show_dots()
   monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "utf-8"))
   assert closing._can_show_dots()
-
-
-def test_a_run_without_two_losses_has_no_curve(tmp_path, capsys):
-  closing.curve(tmp_path)
-  assert capsys.readouterr().out == ""

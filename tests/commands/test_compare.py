@@ -19,14 +19,6 @@ def text(found):
   return compare.table_text(jobs, ("dp8_mlp", "single_mlp"), found)
 
 
-def test_each_config_is_named_once_with_its_mesh():
-  lines = text(FOUND).splitlines()
-  assert lines[0] == "dp8_mlp: data=8"
-  assert lines[1].startswith("single_mlp: ")
-  assert lines[2].startswith("3 steps of adamw at ")
-  assert [line for line in lines if line.startswith(("dp8_mlp", "single_mlp"))] == lines[:2]
-
-
 def test_every_tensor_has_a_row_and_equality_the_largest_difference():
   lines = text(FOUND).splitlines()
   [row] = [line.split() for line in lines if "layer_2/kernel" in line and "3.00e-16" in line][:1]
@@ -35,10 +27,8 @@ def test_every_tensor_has_a_row_and_equality_the_largest_difference():
   assert row == ["loss", "step", "1", "0", "to", "the", "bit"]
   wanted = "equal: 3 tensors, 1 of them to the bit; the largest difference is 3.00e-16 (gradient "
   assert lines[-1] == wanted + "layer_2/kernel)"
+  assert lines[:2] == ["dp8_mlp: data=8", "single_mlp: one device"]
   assert text(FOUND[:1]).splitlines()[-1] == "equal to the bit: 1 tensors"
-
-
-def test_what_is_beyond_the_bound_is_marked_and_the_first_is_named():
   lines = text([*FOUND, Difference("parameters", "layer_1/kernel", 0.5)]).splitlines()
   assert [line for line in lines if line.split()[-3:] == ["5.00e-01", ">", "bound"]]
   assert lines[-1].startswith("different: 1 of 4 tensors are beyond 1e-12; the first is parameters")

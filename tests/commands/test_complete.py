@@ -138,18 +138,3 @@ def test_the_script_answers_at_once_and_sees_changes(tmp_path):
   kept.write_text(json.dumps({**json.loads(kept.read_text()), "stamp": "0", "flags": {}}))
   assert script("zsh", "", line, home=tmp_path)[0] == first  # what is out of date is not used
   assert json.loads(kept.read_text())["stamp"] == stamp
-
-
-@pytest.mark.parametrize(
-  ("line", "words"),
-  [
-    ("python main.py ", [""]),
-    ("python main.py a b", ["a", "b"]),
-    ("python x/main.py 'a b' c\\ d", ["a b", "c d"]),
-    ('python main.py --prompt="a b', ["--prompt=a b"]),
-    ("python main.py tour; python main.py plan ", ["plan", ""]),
-    ("python main.py '' ", ["", ""]),
-  ],
-)
-def test_words_of_a_line(line, words):
-  assert complete.split(line) == words

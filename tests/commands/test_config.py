@@ -73,8 +73,6 @@ def test_what_a_run_changes_comes_first_or_alone(main):
   [
     (("config", "optimizer.foo", DP4_TP2), "no config key begins with 'optimizer.foo'", ""),
     (("config", "trainin.steps", DP4_TP2), "did you mean 'training.steps'?", ""),
-    (("config", "mesh", "--config=x", "configs/dp8"), "configs/dp8 and x: two configs", ""),
-    (("train", "steps", DP4_TP2), "unexpected 'steps' after the verb", ""),
     (("layout", DP4_TP2, "--json"), "belongs to the verbs config and check, not to layout", ""),
     (("config", DP4_TP2, "--topology=v5p:4"), "v5p takes 3 dims", ""),
     (
@@ -119,12 +117,6 @@ def test_a_preset():
   assert keys["model.heads"] == keys["model.layers"] == ("default", "")
   assert keys["model.feedforward_size"] == ("derived", "3 x model_size")
   assert keys["model.kv_heads"] == ("override", "")
-
-
-def test_a_recipe_with_other_data():
-  keys = found("model=lm,data=text")
-  assert keys["data.name"] == keys["argument"] == ("recipe", "model=lm,data=text")
-  assert keys["training.steps"] == ("recipe", "model=lm,data=text")
 
 
 def test_an_override_counts_as_one_even_if_it_is_the_default():

@@ -83,9 +83,3 @@ def test_a_config_that_is_refused_is_a_finding(main, tmp_path):
   assert (code, err) == (3, "")
   assert "devices\nwrong    " in out
   assert "mesh.data=0" in out
-
-
-def test_flags_of_others_are_refused(main):
-  code, out, err = main("doctor", "--against=configs/dp8.py")
-  assert (code, out) == (2, "")
-  assert "--against belongs to the verbs" in err

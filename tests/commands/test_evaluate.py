@@ -27,14 +27,14 @@ def test_a_sample_of_the_split(main, trained):
   losses = []
   whole = "the whole split"
   drawn = r"\d+ of \d[\d,]* examples, drawn at random"
-  for steps, what in ((2, drawn), (10**6, whole), (None, whole)):
+  for steps, what in ((2, drawn), (None, whole)):
     given = [f"--config.evaluation.final_steps={steps}"] * (steps is not None)
     code, out, err = main(*command, *given)
     assert code == 0, (out, err)
     assert re.search(rf"evaluation after step 2 \({what}\): eval_loss ", out), out
     assert "batch 1/" not in out, "the progress is for terminals"
     losses.append(float(out.split("eval_loss ")[1].split()[0]))
-  assert losses[0] != losses[1] == losses[2]
+  assert losses[0] != losses[1]
 
 
 def test_it_shows_its_progress_on_a_terminal_and_stops_within_a_batch(forks, trained):

@@ -182,7 +182,7 @@ def test_time_buys_the_best_size_at_the_speed_that_a_search_finds(parsed, monkey
     plan = {"step_seconds": {"low": step, "expected": step, "high": step}, "steps": steps}
     plan |= {"token_budget": tokens, "fits": True, "nodes": 16, "state_bytes": 1e6}
     plan |= {"node_host_bandwidth": 1e11}
-    return forecast_target._with_plan(target, budget, target, plan)
+    return forecast_target._with_plan(target, budget, plan)
 
   monkeypatch.setattr(forecast_target, "_searched", searched)
   monkeypatch.setattr(forecast_target, "_planned", planned)
@@ -193,8 +193,8 @@ def test_time_buys_the_best_size_at_the_speed_that_a_search_finds(parsed, monkey
   assert best.parameters.value == pytest.approx(wanted, rel=1e-3)
   assert best.size.parameters == pytest.approx(wanted, rel=0.15)
   assert 6 * best.size.parameters * best.prediction.tokens == pytest.approx(flops, rel=0.05)
-  assert best.seconds == pytest.approx(budget.seconds, rel=0.03)
-  assert best.cost == pytest.approx(100, rel=0.03)
+  assert best.planned["seconds"] == pytest.approx(budget.seconds, rel=0.03)
+  assert best.planned["cost"] == pytest.approx(100, rel=0.03)
   assert cheap.size.parameters < best.size.parameters
   assert cheap.prediction.tokens > best.prediction.tokens
   assert cheap.served == best.prediction.tokens
@@ -203,11 +203,11 @@ def test_time_buys_the_best_size_at_the_speed_that_a_search_finds(parsed, monkey
 def test_a_target_that_fits_nowhere_is_said_to():
   size = ladder.Size(64, 2, 10_000, {})
   prediction = scaling_laws.Prediction(1e4, 1e6, 1e6, scaling_laws.Interval(2.0, 1.9, 2.1), 3.0)
-  target = Target("compute-optimal", size, prediction, None, math.inf)
+  target = Target("compute-optimal", size, prediction, math.inf)
   found = type("Found", (), {"topology": "v6e:1x1", "nearest": [({"mesh.fsdp": 8}, "v6e:2x4", 9)]})
   refused = forecast_target._refused(target, found)
   assert not refused.fits
-  assert refused.refused == (
+  assert refused.planned["refused"] == (
     "no setting fits on v6e:1x1; these would: --config.mesh.fsdp=8 on v6e:2x4"
   )
 

@@ -32,10 +32,8 @@ def _run(*words: str, cwd=ROOT) -> list[str]:
 @pytest.mark.parametrize(
   ("words", "code"),
   [
-    (("--help",), 0),
     (("config", "--config=configs/dp8.py"), 0),
     (("train", "--config=configs/dp8.py", "--config.training.stepz=3"), 2),
-    (("tarin", "--config=configs/dp8.py"), 2),
     (("report", "{tmp}"), 0),
   ],
 )

@@ -42,10 +42,6 @@ def test_low_limits(limit, status, said):
   assert one.fix
 
 
-def test_this_machine_is_well():
-  assert {one.status for one in machine.check_limits(None, LIMITS)} == {OK}
-
-
 def cluster(monkeypatch, address, index):
   names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
   for name, value in zip(names, (address, "2", str(index)), strict=True):
@@ -76,11 +72,7 @@ def test_a_single_process(monkeypatch):
   for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
     monkeypatch.delenv(name, raising=False)
   [one] = machine.check_network()
-  assert (one.status, one.what) == (OK, "one process; connections to localhost work")
-  monkeypatch.setattr(socket.socket, "connect", lambda *_: (_ for _ in ()).throw(OSError("down")))
-  [one] = machine.check_network()
-  assert one.status == WRONG
-  assert "no connection of this machine to itself (down)" in one.what
+  assert (one.status, one.what) == (OK, "one process")
 
 
 # ------------------------------ installed packages ------------------------------
@@ -175,12 +167,6 @@ def test_a_file_in_the_way_and_a_folder_that_takes_no_files(tmp_path):
   assert one.fix
 
 
-def test_a_disk_without_space(tmp_path):
-  one, _ = check(tmp_path, needed=2**60)
-  assert one.status == WRONG
-  assert "1.0 EiB should be" in one.what
-
-
 @pytest.mark.parametrize(("ahead", "status"), [(-20, WARNING), (3600, WRONG), (2, OK)])
 def test_another_clock(tmp_path, monkeypatch, ahead, status):
   write = epath.Path(tmp_path / "file").__class__.write_bytes
@@ -243,7 +229,3 @@ def test_clocks_that_differ(ahead, status, said):
   for [one] in found:
     assert one.status == status
     assert said in one.what
-
-
-def test_one_process_has_one_clock():
-  assert list(machine.check_clocks(Group(), timeout_seconds=1)) == []

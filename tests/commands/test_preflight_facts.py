@@ -1,19 +1,8 @@
 """What the processes tell one another before the first step."""
 
-import functools
-
 from processes.coordination import NotTogetherError
 from tests.processes.stores import groups_of, together
 from training.splits import sharing
-
-
-def test_what_each_has_found_comes_to_all_in_their_order():
-  def twice(group):
-    shares = sharing(60, group)
-    return [shares.gather({"found": [group.index, time]}) for time in (1, 2)]
-
-  found = together(*(functools.partial(twice, group) for group in groups_of(3)))
-  assert found == [[[{"found": [index, time]} for index in range(3)] for time in (1, 2)]] * 3
 
 
 def test_one_that_has_not_come_is_named():

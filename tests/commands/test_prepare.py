@@ -112,17 +112,10 @@ def test_a_run_resumes_with_its_files_elsewhere_and_not_with_others(main, corpus
   ("flags", "said"),
   [
     (["--config.data.files=/no/such"], r"data.files: there is no file or folder /no/such"),
-    (["--config.data.tokenizer=/no/such"], r"data.tokenizer=/no/such: there is no such file"),
     (["--config.data.text_feature=body"], r"'body'.*'text'"),
-    (["--config.data.packing=first"], r"data.packing='first': one of best_fit, concatenate, none"),
-    (["--config.data.evaluation_fraction=1.5"], r"data.evaluation_fraction=1.5: above 0 and below"),
     (
       ["--config.data.files="],
       r"data.files='': data.name='text' is read from files; name them, such as",
-    ),
-    (
-      ["--config.model.vocabulary_size=90", "--config.data.tokenizer=bytes"],
-      r"token \d+, but model.vocabulary_size=90 allows 0 to 89; set model.vocabulary_size=256",
     ),
     (["--config.data.global_batch_size=100000"], r"text train has \d+ rows, but a batch takes dat"),
     (
@@ -134,11 +127,6 @@ def test_a_run_resumes_with_its_files_elsewhere_and_not_with_others(main, corpus
       ["--train_tokenizer=300", "--config.data.tokenizer=bytes"],
       r"names another one; leave one of",
     ),
-    (
-      ["--train_tokenizer=300", "--config.data.name=python_source"],
-      r"data.files='.*' is about data.name=text or .*, and it is 'python_source'; set that",
-    ),
-    (["--workdir=x"], r"--workdir belongs to the verbs train, evaluate"),
   ],
   ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -148,14 +136,6 @@ def test_what_cannot_be_prepared_is_one_message_and_exit_code_2(main, corpus, fl
   assert re.search(said, err), err
   assert len(err.splitlines()) <= 2
   assert err.startswith("refused: ")
-
-
-def test_a_data_set_by_name_is_prepared_too(main):
-  code, out, err = main("prepare", "--config=configs/single.py:mlp")
-  assert (code, err) == (0, "")
-  assert out.endswith(
-    "train: digits:1.0.0 train, 1,497 rows\nevaluation: digits:1.0.0 test, 300 rows\n"
-  )
 
 
 def test_a_tokenizer_is_trained_for_a_data_set_by_its_name_and_named_by_the_user(main):

@@ -19,10 +19,6 @@ REFUSALS = {
       "vocabulary_size=100 allows 0 to 99; set mod",
     ],
   ),
-  "labels beyond the classes": (
-    [DP8 + ":mlp", "--config.model.output_size=8", "--config.model.input_size=64"],
-    ["labels run from 0 to 9, but model.output_size=8 allows 0 to 7; set model.output_size=10"],
-  ),
   "unknown key": (
     [DP8, "--config.training.stepz=3"],
     ["unknown config key 'training.stepz'", "did you mean 'training.steps'?"],
@@ -43,10 +39,6 @@ REFUSALS = {
     [DP8, "--config.training.steps=15e-1"],
     ["training.steps is a whole number, not '15e-1'"],
   ),
-  "wrong type": (
-    [DP8, "--config.training.steps=many"],
-    ["training.steps is a whole number, not 'many'"],
-  ),
   "a section is no key": ([DP8, "--config.mesh=3"], ["mesh is a section"]),
   "missing config file": (
     ["--config=configs/dp9.py"],
@@ -61,18 +53,9 @@ REFUSALS = {
     ["--config=configs/schema/recipes.py"],
     ["configs/schema/recipes.py defines no function get_config; give a strategy, such as configs/"],
   ),
-  "a folder": (["--config=configs"], ["there is no config file 'configs' (shipped are"]),
-  "a recipe with results, misspelled": (
-    ["--config=configs/experiments/digit.py"],
-    ["there is no config file", "did you mean 'configs/experiments/digits.py'?"],
-  ),
   "a flag of another type": (
     ["sample", DP8, "--seed=x"],
     ["--seed=x: it is a whole number, not 'x'"],
-  ),
-  "a flag that is true or false": (
-    [DP8, "--simulate=3"],
-    ["--simulate=3: it is true or false, not '3'"],
   ),
   "a key without --config": (
     [DP8, "--training.steps=10"],
@@ -83,15 +66,6 @@ REFUSALS = {
     ["no config, and --checkpoint=docs is no run's, whose config would be taken; give --config="],
   ),
   "unknown flag": ([DP8, "--workdri=x"], ["unknown flag --workdri", "did you mean 'workdir'?"]),
-  "unknown verb": (
-    ["trian", DP8],
-    ["unknown verb 'trian'; there are train, prepare, evaluate, sample", "did you mean 'train'?"],
-  ),
-  "two verbs": (["train", "layout", DP8], ["unexpected 'layout' after the verb"]),
-  "against without layout": (
-    [DP8, "--against=configs/tp8.py"],
-    ["belongs to the verbs layout and compare, not to train"],
-  ),
   "compare without a second config": (
     ["compare", DP8],
     ["compare needs a second config: --against=configs/single.py"],
@@ -99,10 +73,6 @@ REFUSALS = {
   "set without a value": (
     ["compare", DP8, "--against=configs/tp8.py", "--set=seed"],
     ["--set seed: give key=value"],
-  ),
-  "set with another verb": (
-    [DP8, "--set=seed=1"],
-    ["--set belongs to the verb compare, not to train"],
   ),
   "compare what is not comparable": (
     [
@@ -113,21 +83,6 @@ REFUSALS = {
       "--against.model.model_size=64",
     ],
     ["seed: 0 and 1", "layer_1/kernel: float64[64, 128] and float64[64, 64]", "--set key=value"],
-  ),
-  "unknown data set": (
-    [DP8, "--config.data.name=python_sauce"],
-    ["unknown data set python_sauce", "did you mean 'python_source'?"],
-  ),
-  "heads that tensor does not divide": (
-    ["--config=configs/tp8.py", "--config.model.heads=12", "--config.model.head_size=16"],
-    [
-      "layers/attention/query/kernel: dim N (heads) = 12 is not divisible by mesh axis tensor=8",
-      "make heads 8 or 16, or set mesh.tensor=4",
-    ],
-  ),
-  "a batch larger than the data set": (
-    [DP8, "--config.data.global_batch_size=8000000"],
-    ["python_source", "rows", "data.global_batch_size=8000000"],
   ),
   "an unknown split": (
     [DP8, "--config.data.evaluation_split=dev"],
@@ -149,7 +104,7 @@ def test_is_refused_before_anything_changes(main, case, tmp_path):
   assert not workdir.exists()
 
 
-@pytest.mark.parametrize("wrong", ["--config.mesh.expert=2", "--config.mesh=3", "--workdir="])
+@pytest.mark.parametrize("wrong", ["--config.mesh.expert=2", "--config.mesh=3"])
 def test_debug_shows_the_traceback_and_keeps_the_exit_code(main, wrong):
   # A supervisor restarts a run that ends with 1, and never one that is refused.
   code, _, err = main(DP8, wrong, "--debug")
@@ -162,7 +117,6 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(main, wrong):
   ("source", "said"),
   [
     ("def get_config(:\n", "cannot be imported: {file}:1: SyntaxError"),
-    ("import there_is_no_such\n", "imported: {file}:1: ModuleNotFoundError: No module named"),
     ("raise SystemExit(0)\n", "cannot be imported: {file}:1: SystemExit: 0"),
     ("get_config = 3\n", "defines no function get_config"),
     ("def get_config(argument=None):\n  return {}\n", "returns a dict, not what base.get_config"),
@@ -175,11 +129,6 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(main, wrong):
       "  return ConfigDict({'seed': 0})\n",
       "returns a config without argument, checkpoint, ",
     ),
-    (
-      "def get_config(argument=None):\n  int('x')\n",
-      "fails: {file}:2: ValueError: invalid literal",
-    ),
-    ("\0", "cannot be imported: "),
   ],
 )
 def test_a_config_file_that_is_no_strategy_is_refused(main, tmp_path, source, said):
@@ -193,17 +142,10 @@ def test_a_config_file_that_is_no_strategy_is_refused(main, tmp_path, source, sa
 
 
 @pytest.mark.parametrize(
-  "flag",
-  [
-    *("--workdir=", "--checkpoint=", "--html=", "--prompt_file=", "--topology=", "--chapter="),
-    *("--axes=", "--global_batch_sizes=", "--widths="),
-  ],
+  ("verb", "flag"), [("train", "--workdir="), ("plan", "--topology="), ("coordcheck", "--widths=")]
 )
-def test_an_empty_value_is_refused(main, flag):
-  verbs = {"--checkpoint=": "evaluate", "--html=": "layout", "--prompt_file=": "sample"}
-  verbs |= {"--axes=": "search", "--global_batch_sizes=": "search", "--widths=": "coordcheck"}
-  verb = {**verbs, "--topology=": "plan", "--chapter=": "tour"}.get(flag, "train")
-  code, out, err = main(verb, *([DP8] if verb != "tour" else []), flag)
+def test_an_empty_value_is_refused(main, verb, flag):
+  code, out, err = main(verb, DP8, flag)
   assert code == 2, (out, err)
   assert err == f"refused: {flag} is empty; give a value, or leave the flag out\n"
 
@@ -211,10 +153,7 @@ def test_an_empty_value_is_refused(main, flag):
 @pytest.mark.parametrize(
   ("make", "said"),
   [
-    (lambda path: os.symlink("/dev/zero", path), "it is a device, not a plain file"),
     (os.mkfifo, "it is a FIFO, not a plain file"),
-    (os.mkdir, "it is a directory, not a plain file"),
-    (lambda path: os.symlink(path, path), "Too many levels of symbolic links"),
     (lambda path: path.touch() or os.truncate(path, 10**10), "it has 10,000,000,000 bytes, and at"),
     (lambda path: path.write_bytes(b"\xff"), "is not valid UTF-8"),
   ],

@@ -1,8 +1,6 @@
 """The verb replay: a clean step, a bad row, what it refuses; the workdir stays as it was."""
 
 import hashlib
-import json
-import shutil
 import types
 
 import pytest
@@ -77,19 +75,6 @@ def test_a_clean_step_has_the_logged_loss_and_the_workdir_stays_as_it_was(main, 
   assert content(workdir) == before
 
 
-def test_another_logged_loss_is_a_mismatch(main, trained, tmp_path):
-  workdir = tmp_path / "run"
-  shutil.copytree(trained, workdir)
-  path = workdir / "metrics.jsonl"
-  lines = [json.loads(line) for line in path.read_text().splitlines()]
-  [line] = [line for line in lines if line["step"] == 5 and "loss" in line]
-  line["loss"] *= 1 + 1e-6
-  path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-  code, out, err = main("replay", *COMMAND, f"--workdir={workdir}", "--step=5")
-  assert code == 3, (out, err)
-  assert "on the same mesh and kind of machine it should be the same to the bit" in out
-
-
 def test_a_loss_of_an_unknown_machine_is_equal_to_rounding(monkeypatch):
   monkeypatch.setattr(replay.flags, "ACCEPT", types.SimpleNamespace(value=[]))
 
@@ -104,6 +89,14 @@ def test_a_loss_of_an_unknown_machine_is_equal_to_rounding(monkeypatch):
   same, said = compared(2.1)
   assert not same
   assert "more than rounding (1e-05)" in said
+  start = {"step": 0, "device_kind": "cpu", "mesh": {}, "host": "a"}
+  now = replay._machine({}, "cpu", "a")
+  logged = types.SimpleNamespace(
+    rollbacks=[], steps=[{"step": 5, "loss": 2.0 * (1 + 1e-6)}], starts=[start], folder="a"
+  )
+  same, said = replay._compared(logged, 5, 2.0, 0, now, "float32")
+  assert not same
+  assert "on the same mesh and kind of machine it should be the same to the bit" in said
   same, said = compared(2.1, rollbacks=[1])
   assert same
   assert "the run was rolled back since that checkpoint" in said
@@ -136,7 +129,6 @@ def test_a_row_with_a_bad_weight_is_found(main, tmp_path):
   [
     ([], "replay needs --step=N"),
     (["--step=0"], "--step=0: the steps of the run are 1 to training.steps=5"),
-    (["--step=6"], "--step=6: the steps of the run are 1 to training.steps=5"),
     (["--step=2", "--config.seed=3"], "another run has computed:\n  seed: 0 in the checkpoint"),
     (["--step=5", "--config.mesh.stage=2"], "mesh.stage=2: a replay looks at the activations"),
   ],
@@ -146,12 +138,3 @@ def test_what_is_refused(main, trained, more, said):
   code, out, err = main("replay", *COMMAND, f"--workdir={trained}", *more)
   assert (code, said in err) == (2, True), (out, err)
   assert content(trained) == before
-
-
-def test_a_workdir_without_a_run_is_refused(main, tmp_path):
-  code, out, err = main("replay", *COMMAND, f"--workdir={tmp_path / 'none'}", "--step=1")
-  assert (code, "none does not exist, or has neither metrics.jsonl nor config.json; " in err) == (
-    2,
-    True,
-  ), (out, err)
-  assert not (tmp_path / "none").exists()

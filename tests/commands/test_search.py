@@ -1,6 +1,5 @@
 """The verb `search`: its result on a topology, what it keeps, its exit codes and refusals."""
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -9,10 +8,11 @@ import jax
 import psutil
 import pytest
 
-from commands import plan_process, plan_worker, search_process
+from commands import flags, plan_process, plan_worker, search_process
+from commands import search as verb
 from configs import dp4_tp2
 from planning import aot, search
-from planning.search_results import Estimate, Tried
+from planning.search_results import Estimate
 from tests.helpers.cli import QUICKLY
 from tests.helpers.jobs import SMALL
 from tests.helpers.terminals import Terminal
@@ -225,70 +225,18 @@ def test_a_search_tells_how_long_it_will_take(tmp_path):
   assert told[1].endswith(f" settings by formula, {expected} of them known from an earlier search")
 
 
-def test_the_second_half_of_the_runs_divides_the_rows_of_the_best_in_other_ways(
-  answers, monkeypatch, tmp_path
-):
-  found = search_process.of_topology(asked(small(tmp_path), compilations=0, axes=AXES), None)
-  tables, ran = ("none", "dots", "full"), []
-  estimates = [
-    Estimate(
-      {"mesh.data": data, "training.rematerialization": table},
-      mesh={"data": data, "fsdp": 8 // data},
-      bytes=1,
-      seconds=1 + place / 50 + data / 1000,
-      tokens=8,
-      rematerialization=table,
-    )
-    for place, table in enumerate(tables)
-    for data in (1, 2, 4)
-  ]
-  found = dataclasses.replace(found, estimates=estimates, given=None)
-  monkeypatch.setattr(search_process.search_results, "finalists", lambda tried: [])
-
-  def runs(self, some, rounds, label):
-    ran.extend((one.mesh["data"], one.rematerialization) for one in some)
-    return [Tried(one, 1, 1.0 if one.rematerialization == "dots" else 2.0) for one in some]
-
-  monkeypatch.setattr(search_process._Runs, "of", runs)
-  search_process._measured(asked(small(tmp_path), compilations=6), found)
-  assert "dots" in {table for _, table in ran[:3]}
-  assert {data for data, table in ran if table == "dots"} == {1, 2, 4}
-
-
-def test_a_mesh_that_fits_nowhere_is_refused(answers, tmp_path):
-  config = small(tmp_path, **{"data.global_batch_size": 7})
-  with pytest.raises(ValueError, match=r"every setting on h100:8 is refused:\n  \d+ times: "):
-    search_process.of_topology(asked(config, axes=("data", "fsdp")), "h100:8")
-
-
-def test_exit_code_3(monkeypatch, answers, tmp_path):
+def test_exit_code_3(monkeypatch, answers, tmp_path, capsys):
   """As the verb returns it, where a topology fits and where none does."""
-  from commands import search as verb
-
   one = search_process.of_topology(asked(small(tmp_path), axes=AXES), "h100:8")
   nothing = dataclasses.replace(one, limit=1.0)
-  for results, code in (([one], 0), ([nothing], 3), ([nothing, one], 0)):
-    with contextlib.ExitStack() as stack:
-      patch = stack.enter_context(pytest.MonkeyPatch.context())
-      left = iter(results)
-      patch.setattr(search_process, "of_topology", lambda *_, left=left: next(left))
-      patch.setattr(verb, "flags", _Flags(small(tmp_path), tmp_path / "run", len(results)))
-      patch.setattr(verb.config_flag, "name", lambda flag: "dp4_tp2_mlp")
-      assert verb.run() == code
-
-
-class _Flags:
-  """The flags of a command line, as far as the verb reads them."""
-
-  def __init__(self, config, workdir, count):
-    values = {"CONFIG": config, "TOPOLOGY": ",".join(["h100:8", "h200:8"][:count])}
-    values |= {"AXES": [], "BATCH_SIZES": [], "COMPILATIONS": 6, "PRICE": []}
-    values |= {"SIMULATE": False, "DEBUG": False}
-    for name, value in values.items():
-      setattr(self, name, type("Flag", (), {"value": value}))
-    self.workdir = lambda: workdir
-    self.command_line = lambda: "python main.py search"
-    self.command_to_train = lambda: "python main.py"
+  words = [*MLP, "--topology=h100:8,h200:8", f"--workdir={tmp_path / 'run'}"]
+  flags.parse_flags(["main.py", "search", *words])
+  for results, code in (([one, one], 0), ([nothing, nothing], 3), ([nothing, one], 0)):
+    left = iter(results)
+    monkeypatch.setattr(search_process, "of_topology", lambda *_, left=left: next(left))
+    assert verb.run() == code
+  for flag in (flags.TOPOLOGY, flags.WORKDIR):
+    flag._flagvalues[flag.name].unparse()
 
 
 @pytest.mark.parametrize(

@@ -152,8 +152,6 @@ def test_a_sweep_of_runs_of_which_one_is_refused(tmp_path):
   [
     ([], "what differs between the runs?"),
     (["--axes=optimizer.learning_rat=1"], "did you mean 'optimizer.learning_rate'?"),
-    (["--axes=seed=a"], "seed is a whole number, not 'a'"),
-    (["--axes=seed=1", "--parallel=0"], "--parallel is at least 1"),
     (["--axes=seed=1", "--launcher=absent -n 1 --"], "there is no program absent"),
     (["--axes=seed=1", "--launcher='env"], "--launcher='env: No closing quotation"),
     (["--axes=seed=1", "--launcher=env", "--slurm"], "--slurm starts no run"),

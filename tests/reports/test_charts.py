@@ -17,16 +17,6 @@ def path(svg, gid):
   return np.array(re.findall(r"[ML] ([-\d.]+) ([-\d.]+)", found), float)
 
 
-def test_a_line_has_the_proportions_of_its_values():
-  points = [(1, 4.0), (2, 1.0), (5, 3.0), (9, 2.5)]
-  drawn = path(charts.svg(Chart("loss", [Line("a", points)]), name="n"), "n-line0")
-  x, y = np.array(points).T
-  for values, pixels, sign in ((x, drawn[:, 0], 1), (y, drawn[:, 1], -1)):  # y points down
-    scale = (pixels[-1] - pixels[0]) / (values[-1] - values[0])
-    assert sign * scale > 0
-    np.testing.assert_allclose(pixels - pixels[0], scale * (values - values[0]), atol=1e-3)
-
-
 @pytest.mark.parametrize("logarithmic", [False, True])
 def test_the_script_is_told_the_points_and_where_their_axes_are(logarithmic):
   """What charts.js computes from its data and the attributes is what matplotlib has drawn."""

@@ -6,7 +6,7 @@ from configs.schema.finalize import Choice
 from partitioning.rules import Dim
 from reports import layout_text
 from tests.helpers.jobs import make_job
-from tests.partitioning.placements import ALONE, COUNT, HALF, SIZES, UP, WHOLE, placement
+from tests.partitioning.placements import COUNT, HALF, SIZES, UP, WHOLE, placement
 
 
 def row(text, name):
@@ -38,11 +38,6 @@ def test_the_table_is_never_truncated_and_its_notes_are_below():
   assert text.endswith(f"note: {name}: kv_heads=7 is replicated: tensor=4 does not divide it")
 
 
-def test_patterns_are_shown_as_they_are_written():
-  array = placement("b", (4,), rule="[ab]|[/c]:smile:")
-  assert "[ab]|[/c]:smile:" in row(layout_text.table_text({"parameters": [array]}, SIZES), "b")
-
-
 def test_the_legend_in_words():
   legend = {"B": Dim("batch", None), "K": Dim("kv_heads", 7, may_replicate=True)}
   title, batch, heads = layout_text.legend_text(legend).splitlines()
@@ -65,22 +60,6 @@ def test_two_layouts_side_by_side_mark_what_differs_and_nothing_else():
   assert row(text, "norm/scale").startswith("norm/scale")
   assert row(text, "count") == "* count [] not there 0 Bytes () 4 Bytes"
   assert row(text, "all") == f"all 540 Bytes {(3 * 6 * 20 * 4 + 84 + 96 + 4) / 1024:.1f} KiB"
-
-
-def test_two_layouts_on_meshes_of_two_sizes_differ_by_their_bytes():
-  sizes = ({**ALONE, "fsdp": 2}, {**ALONE, "fsdp": 4})
-  text = layout_text.against_text(
-    {"out/kernel": HALF}, {"out/kernel": HALF}, sizes, ("fsdp2", "fsdp4")
-  )
-  assert row(text, "out/kernel") == "* out/kernel [12, 7] (fsdp, -) 84 Bytes (fsdp, -) 42 Bytes"
-
-
-def test_two_models_side_by_side_show_both_shapes():
-  wide = placement("up/kernel", (3, 12, 40), None, "fsdp", "tensor")
-  text = layout_text.against_text(
-    {"up/kernel": UP}, {"up/kernel": wide}, (SIZES, SIZES), ("a", "b")
-  )
-  assert "[3, 12, 20] | [3, 12, 40]" in row(text, "up/kernel")
 
 
 def test_named_activations_and_what_happens_to_them_are_below_the_constraints():

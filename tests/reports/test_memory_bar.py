@@ -24,14 +24,3 @@ def test_parts_and_lines_have_one_scale(limit, peak, scale, expected):
   enlarged = limit is None or limit > 5000
   assert bar["limit"] == (None if enlarged else pytest.approx(100 * limit / scale))
   assert bar["peak"] == (None if peak is None else pytest.approx(100 * peak / scale))
-
-
-def test_nothing_is_an_empty_bar():
-  assert html.memory_bar({})["text"] == "0 Bytes"
-
-
-def test_bars_beside_one_another_have_one_scale():
-  bar = html.memory_bar({"a": 100.0}, beside=400.0)
-  assert bar["parts"][0]["percent"] == pytest.approx(25)
-  bar = html.memory_bar({"a": 100.0}, 2000.0, beside=400.0)
-  assert (bar["parts"][0]["percent"], bar["limit"]) == pytest.approx((5, 100))

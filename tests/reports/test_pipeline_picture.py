@@ -80,7 +80,7 @@ def test_a_page_has_a_bar_for_each_pass_as_long_as_it_takes():
   forward = bars["stage 1, tick 2: forward pass of microbatch 1, layers 2-3"]
   backward = bars["stage 1, tick 4: backward pass of microbatch 1, layers 2-3"]
   waiting = bars["stage 2, tick 0: no forward pass"]
-  assert (forward["kind"], backward["kind"], waiting["kind"]) == ("forward", "backward", "wait")
+  assert (forward["kind"], backward["kind"], waiting["kind"]) == ("forward", "backward", "bubble")
   assert (forward["text"], waiting["text"]) == ("1", "")
   assert backward["width"] == pytest.approx(3 * forward["width"])
   assert waiting["width"] == pytest.approx(forward["width"])

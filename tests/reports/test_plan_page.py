@@ -8,7 +8,6 @@ import pytest
 
 from partitioning.rules import size_text
 from planning import memory, plan
-from planning.roofline import Work
 from planning.step_time import HostTraffic, by_axes
 from planning.timeline import Timeline
 from reports import plan_report
@@ -92,14 +91,6 @@ def test_a_plan_by_formula_has_no_compiler_options(fits, monkeypatch):
   assert fits.job.compiler_defaults
   assert fits.as_json()["compiler_options"] == {}
   assert "compiler_options" not in plan_report.text(fits)
-
-
-def test_the_share_of_fused_attention_is_told_where_there_is_some(fits):
-  assert plan_report.constants(fits).endswith("at 54.7, 92, 80 % efficiency")
-  work = Work(2e12, 0, attention=1e12)
-  attending = dataclasses.replace(fits, times=dataclasses.replace(fits.times, work=work))
-  said = plan_report.constants(attending)
-  assert said.endswith("at 54.7, 92, 80 % efficiency, fused attention at 53 %")
 
 
 def test_transfers_to_and_from_the_host_and_whether_they_are_hidden(fits):

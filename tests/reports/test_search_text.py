@@ -148,13 +148,3 @@ def test_labels_that_would_overlap_are_one():
   svg = search_report.picture(Found(**VALUES, tried=tried, source=COMPILER))
   assert re.findall(r">([\d,-]+)</text>", svg)[-2:] == ["4", "1-3"]
   assert svg.count("<title>") == 4
-
-
-def test_the_page_tells_settings_of_a_mesh_apart():
-  more = estimate(1.1, 70, tables="none", **{"training.loss_chunks": 8, "mesh.stage": 2})
-  more.setting["training.microbatches"] = 16
-  page = search_report.html([Found(**{**VALUES, "estimates": [FAST, more]})], title="a")
-  assert "<td>none, training.loss_chunks=4</td>" in page
-  assert "<td>none, training.loss_chunks=8</td>" in page  # microbatches have a column
-  flags = re.findall(r'<span class="flag">(.*?)</span>( ?)', page)
-  assert ("--config.training.microbatches=16", "") in flags

@@ -78,31 +78,3 @@ def test_lines_fit_the_terminal_whatever_is_in_them():
 )
 def test_the_line_of_the_loop_and_what_is_outside(line, outside, text):
   assert plan_report.where(dataclasses.replace(LAYER, line=line, outside=outside)) == text
-
-
-def test_numbers_of_waits_do_not_overlap():
-  waits = tuple(Bar(i * MS, (i + 0.9) * MS, "all-gather") for i in range(TIMELINE_WIDTH))
-  drawn, _ = rows(Timeline((dataclasses.replace(LAYER, waits=waits),), (), ()))
-  assert {*drawn["waiting, ms"].split()} == {"0.9"}
-
-
-@pytest.mark.parametrize(
-  ("timeline", "said"),
-  [
-    (None, "timeline of a layer: none without a compiled program"),
-    (
-      Timeline((), (), ("the model has no layers",)),
-      "timeline of a layer: the model has no layers",
-    ),
-  ],
-)
-def test_why_there_is_none(timeline, said):
-  assert [*plan_report.lines(timeline)] == [said]
-
-
-@pytest.mark.parametrize(
-  ("seconds", "text"),
-  [(0, "0"), (6.15e-6, "0.006"), (3.7312e-3, "3.73"), (0.117, "117"), (1.2345, "1,234")],
-)
-def test_milliseconds(seconds, text):
-  assert plan_report.milliseconds(seconds) == text
