@@ -242,17 +242,10 @@ def _times(ours: np.ndarray, theirs: np.ndarray, bound: float) -> float | None:
 def _begins(first: Case, other: Case) -> tuple[str, str, list[str]]:
   """Returns (where, likely cause, lines) of the first recorded result that differs."""
   _, bounds, wide = reference_of(first)
-  recorded = []
-  for case in (first, other):
-    given, rows = cast((first.start, first.rows), wide=wide)
-    with x64(wide):
-      arguments = case.place(given, rows)
-      replay = jaxprs.Replay(case.program.step, *arguments)
-      if replay.bytes > _MOST_RECORDED:
-        return "", "", [f"{size_text(replay.bytes)} of activations: too many to be recorded"]
-      record = lambda state, batch, replay=replay: replay(state, batch)[1]  # noqa: E731
-      values = case.jitted(record, out=False)(*arguments)
-      recorded.append(list(zip(replay.labels, map(np.asarray, values), strict=True)))
+  try:
+    recorded = [_record(case, first, wide) for case in (first, other)]
+  except MemoryError as error:
+    return "", "", [str(error)]
   bound = max(1e-8 if wide else 1e-3, *bounds.values())
   label, difference, last, alone = first_difference(*recorded, bound)
   if label is None:
@@ -264,6 +257,22 @@ def _begins(first: Case, other: Case) -> tuple[str, str, list[str]]:
   blamed = alone[-1] if alone and label.operation != "shard_map" else label
   cause = next(text for name, text in _CAUSES.items() if re.fullmatch(name, blamed.operation))
   return str(blamed), cause, lines
+
+
+@functools.cache  # of the first mesh, for all others
+def _record(case: Case, first: Case, wide: bool) -> "Recorded":
+  """Returns the intermediate values of a step from the first mesh's state and rows.
+
+  Raises:
+    MemoryError: there are too many.
+  """
+  with x64(wide):
+    arguments = case.place(*cast((first.start, first.rows), wide=wide))
+    replay = jaxprs.Replay(case.program.step, *arguments)
+    if replay.bytes > _MOST_RECORDED:
+      raise MemoryError(f"{size_text(replay.bytes)} of activations: too many to be recorded")
+    values = case.jitted(lambda *given: replay(*given)[1], out=False)(*arguments)
+    return list(zip(replay.labels, map(np.asarray, values), strict=True))
 
 
 Recorded = Sequence[tuple[jaxprs.Label, np.ndarray]]  # in the order of the program

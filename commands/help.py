@@ -1,6 +1,7 @@
 """`help`, `-h`, `--help`: the verbs, the flags of one, and config keys with default and meaning."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 import re
@@ -280,6 +281,10 @@ def key_row(key: str, argument: str) -> Key:
     key: dotted.
     argument: the recipe, as in a config's `argument`.
   """
-  recipe, _ = recipes.parse(argument)
-  kind = recipes.base(argument).model.name
-  return table.find(key, recipe, kind) or Key(None)
+  return table.find(key, *_recipe(argument)) or Key(None)
+
+
+@functools.cache  # of hundreds of keys
+def _recipe(argument: str) -> tuple[str, str]:
+  """Returns the recipe, and the name of its model."""
+  return recipes.parse(argument)[0], recipes.base(argument).model.name

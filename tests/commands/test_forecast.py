@@ -21,12 +21,9 @@ CONFIG = ("configs/single:lm", "model.layers=4", "model.kv_heads=8", "data.globa
 
 
 @pytest.fixture
-def parsed():
-  """Returns a function that parses a command line of this process, and forgets it after a test."""
-  yield lambda *words: flags.parse_flags(["main.py", "forecast", *CONFIG, *words])
-  flags.parse_flags(["main.py", "forecast", *CONFIG, "--budget=", "--price=", "--widths="])
-  for flag in (flags.BUDGET, flags.PRICE, flags.WIDTHS, flags.FLOPS, flags.AXES):
-    flag._flagvalues[flag.name].unparse()
+def parsed(parse):
+  """Returns a function that parses the command line of a forecast."""
+  return lambda *words: parse("forecast", *CONFIG, *words)
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 
 DP8 = "--config=configs/dp8.py"
-REFUSALS = {
-  "tokens beyond the vocabulary": (
-    [DP8, "--config.model.vocabulary_size=100"],
-    [
-      "python_source/",
-      " train: row 0 holds token 1",
-      "vocabulary_size=100 allows 0 to 99; set mod",
-    ],
-  ),
+# Of the command line itself; those of a verb are below.
+PARSED = {
   "unknown key": (
     [DP8, "--config.training.stepz=3"],
     ["unknown config key 'training.stepz'", "did you mean 'training.steps'?"],
@@ -30,10 +23,6 @@ REFUSALS = {
   "likewise without --config": (
     [DP8, "--lr=1e-3"],
     ["unknown flag --lr; did you mean '--config.optimizer.learning_rate'?"],
-  ),
-  "a value by what it is called elsewhere": (
-    [DP8, "--config.model.activation=relu2"],
-    ["did you mean 'relu_squared'?"],
   ),
   "a part of a step": (
     [DP8, "--config.training.steps=15e-1"],
@@ -66,13 +55,27 @@ REFUSALS = {
     ["no config, and --checkpoint=docs is no run's, whose config would be taken; give --config="],
   ),
   "unknown flag": ([DP8, "--workdri=x"], ["unknown flag --workdri", "did you mean 'workdir'?"]),
-  "compare without a second config": (
-    ["compare", DP8],
-    ["compare needs a second config: --against=configs/single.py"],
-  ),
   "set without a value": (
     ["compare", DP8, "--against=configs/tp8.py", "--set=seed"],
     ["--set seed: give key=value"],
+  ),
+}
+REFUSALS = {
+  "tokens beyond the vocabulary": (
+    [DP8, "--config.model.vocabulary_size=100"],
+    [
+      "python_source/",
+      " train: row 0 holds token 1",
+      "vocabulary_size=100 allows 0 to 99; set mod",
+    ],
+  ),
+  "a value by what it is called elsewhere": (
+    [DP8, "--config.model.activation=relu2"],
+    ["did you mean 'relu_squared'?"],
+  ),
+  "compare without a second config": (
+    ["compare", DP8],
+    ["compare needs a second config: --against=configs/single.py"],
   ),
   "compare what is not comparable": (
     [
@@ -89,6 +92,15 @@ REFUSALS = {
     ["dev", "train", "test"],
   ),
 }
+
+
+@pytest.mark.parametrize("case", PARSED)
+def test_a_command_line_is_refused(parse, case):
+  arguments, messages = PARSED[case]
+  with pytest.raises(ValueError, match=r".") as refused:
+    parse(*arguments)
+  for message in messages:
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize("case", REFUSALS)
@@ -131,14 +143,13 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(main, wrong):
     ),
   ],
 )
-def test_a_config_file_that_is_no_strategy_is_refused(main, tmp_path, source, said):
+def test_a_config_file_that_is_no_strategy_is_refused(parse, tmp_path, source, said):
   file = tmp_path / "mine.py"
   file.write_text(source)
-  code, out, err = main("layout", f"--config={file}")
-  assert code == 2, (out, err)
-  assert err.startswith(f"refused: --config={file}: "), err
-  assert said.replace("{file}", str(file)) in err
-  assert "Traceback" not in err
+  with pytest.raises(ValueError, match=r".") as refused:
+    parse("layout", f"--config={file}")
+  assert str(refused.value).startswith(f"--config={file}: ")
+  assert said.replace("{file}", str(file)) in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """The verb `report`: pages from workdirs alone, and what it refuses."""
 
+import re
 import shlex
 
 import pytest
 
+from commands import report
 from tests.reports import runs
 from tests.reports.test_layout_page import Reader
 
@@ -28,7 +30,6 @@ def test_the_page_of_a_run_and_of_several(main, two):
   pages = {}
   for words in (
     (f"--workdir={one}", "--against", str(other), f"--html={file}"),
-    (str(one), str(other), f"--html={file}"),
     (f"{one.parent}/*", f"--html={file}"),
   ):
     code, out, err = main("report", *words)
@@ -65,11 +66,21 @@ def test_a_folder_of_runs_has_an_index_with_a_link_to_each(main, tmp_path):
   ("words", "expected"),
   [
     ((), "name a run, such as runs/dp4_tp2_lm, or several"),
-    (("{one}", "--against="), "a run's name is empty"),
-    (("--workdir={one}", "{one}/"), "/one is given twice"),
+    (("{one}", ""), "a run's name is empty"),
+    (("{one}", "{one}/"), "/one is given twice"),
     (("{one}", "{runs}/on?"), "/one is given twice"),
-    (("{one}/none",), "/one/none does not exist"),
     (("{runs}/lr*",), "no run's workdir matches '"),
+  ],
+)
+def test_words_that_name_no_runs_are_refused(two, words, expected):
+  with pytest.raises(ValueError, match=re.escape(expected)):
+    report._folders([word.format(one=two[0], runs=two[0].parent) for word in words])
+
+
+@pytest.mark.parametrize(
+  ("words", "expected"),
+  [
+    (("{one}/none",), "/one/none does not exist"),
     (("{one}", "--html={one}/none/x.html"), "give a file in a folder that exists"),
   ],
 )
