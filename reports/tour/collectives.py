@@ -8,9 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from reports.drawings import holdings
-from reports.tour import scene
-from reports.tour.scene import Scene, Shown, mesh_of
+from reports.tour.scene import Scene, close, draw_held, held, mesh_of, same, say, sent_text
 
 TITLE = "Collectives"
 OPENING = """
@@ -106,35 +104,28 @@ def along_one_axis():
   device begins with one number.
   """
   mesh, both = mesh_of(data=4, tensor=2), P("data", "tensor")
-  x = jax.device_put(numbered(4, 2), NamedSharding(mesh, both))
+  x = numbered(4, 2)
+  numbers = jax.device_put(x, NamedSharding(mesh, both))
   add = lambda number: jax.lax.psum(number, "tensor")  # noqa: E731
   mapped = jax.shard_map(add, mesh=mesh, in_specs=both, out_specs=both)
-  compiled = jax.jit(mapped).lower(x).compile()
-  return mesh, compiled, x, compiled(x)
+  compiled = jax.jit(mapped).lower(numbers).compile()
+  _tell(mesh, compiled, numbers, compiled(numbers), np.tile(x.sum(axis=1, keepdims=True), 2))
 
 
-def _shown(result, right: np.ndarray) -> Shown:
-  """Returns what a collective did.
-
-  Args:
-    result: mesh, program, and the array before and after it.
-    right: that array by NumPy.
-  """
-  mesh, compiled, before, after = result
+def _tell(mesh, compiled, before, after, right: np.ndarray) -> None:
+  """Draws and says what a collective did: arrays before and after, and what NumPy computes."""
   places = 0 if np.array_equal(right, np.round(right)) else 3
-  compared = (scene.close if places else scene.same)(after, right)
-  findings = [
-    scene.communication(compiled, mesh),
-    f"What the devices hold after it and what NumPy computes are {compared}.",
-    f"On {mesh.size} devices: before, {_distinct(before)}; after, {_distinct(after)}.",
-  ]
-  drawn = (("before", before, 0), ("after", after, places))
-  return Shown(findings, [holdings(title, mesh, scene.held(x, p)) for title, x, p in drawn])
+  draw_held("before", mesh, held(before))
+  draw_held("after", mesh, held(after, places))
+  say(f"Sent: {sent_text(compiled, mesh)}.")
+  compared = (close if places else same)(after, right)
+  say(f"What the devices hold after it and what NumPy computes are {compared}.")
+  say(f"On {mesh.size} devices: before, {_distinct(before)}; after, {_distinct(after)}.")
 
 
 def _distinct(x: jax.Array) -> str:
   """Returns how many numbers a device holds, and how many devices differ in them."""
-  count, size = len(set(scene.held(x, 6).values())), x.addressable_shards[0].data.size
+  count, size = len(set(held(x, 6).values())), x.addressable_shards[0].data.size
   what = "the same everywhere" if count == 1 else f"{count} different"
   return f"{size} number{'s' * (size > 1)} a device, {what}"
 
@@ -149,8 +140,7 @@ def _scene(
 ) -> Scene:
   """Returns the scene of a collective of `width` numbers a device, and the same by NumPy."""
   x = numbered(COUNT, width)
-  show = lambda result: _shown(result, right(x))  # noqa: E731
-  return Scene(title, function, show, parts, run=lambda: exchange(function, x))
+  return Scene(title, function, parts, run=lambda: _tell(*exchange(function, x), right(x)))
 
 
 SCENES = (
@@ -166,9 +156,5 @@ SCENES = (
   _scene("All-to-all", all_to_all, COUNT, lambda x: x.T),
   _scene("Permute", permute, 2, lambda x: np.roll(x, 1, axis=0)),
   _scene("Normalising by a sum", normalise, 2, lambda x: x / x.sum()),
-  Scene(
-    "Along one axis of two",
-    along_one_axis,
-    lambda result: _shown(result, np.tile(numbered(4, 2).sum(axis=1, keepdims=True), 2)),
-  ),
+  Scene("Along one axis of two", along_one_axis),
 )

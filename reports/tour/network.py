@@ -8,9 +8,7 @@ import jax
 from configs.schema import finalize, validate
 from partitioning import rules
 from partitioning.mesh_sizes import resolve_sizes
-from reports.drawings import picture
-from reports.tour import scene
-from reports.tour.scene import Scene, Shown
+from reports.tour.scene import Scene, close, draw, say, say_measured, sent, show
 from runtime import collectives
 from runtime.devices import Devices
 from training import splits
@@ -43,37 +41,28 @@ def job_of(strategy: str) -> Job:
 
 def layouts():
   """Computes the sharding of the parameters. No device has done anything yet."""
-  return [(strategy, job_of(strategy)) for strategy in STRATEGIES]
-
-
-def _held(job: Job) -> str:
-  """Returns the bytes of parameters on each device."""
-  placements = job.placements["parameters"].values()
-  return rules.size_text(sum(rules.bytes_per_device(p, job.devices.sizes) for p in placements))
-
-
-def _layouts(jobs) -> Shown:
-  findings, pictures = [], []
-  for strategy, job in jobs:
-    placements = job.placements["parameters"]
-    cut = [
-      p.name for p in placements.values() if rules.copies(p, job.devices.sizes) < job.mesh.size
-    ]
-    findings.append(
-      f"{strategy}: {_held(job)} of parameters on each device. "
-      + (f"Sharded: {', '.join(cut)}." if cut else "Every parameter is replicated on every device.")
+  for strategy in STRATEGIES:
+    job = job_of(strategy)
+    parameters, sizes = job.placements["parameters"].values(), job.devices.sizes
+    cut = [p.name for p in parameters if rules.copies(p, sizes) < job.mesh.size]
+    held = sum(rules.bytes_per_device(p, sizes) for p in parameters)
+    say(
+      f"{strategy}: {rules.size_text(held)} of parameters on each device. Sharded: "
+      f"{', '.join(cut) or 'none'}."
     )
-    for name in ("layer_2/kernel", "layer_3/kernel"):
-      sharding = job.state_shardings.params[name.split("/")[0]]["kernel"]
-      dims = tuple(placements[name].letters)
-      title = f"{strategy}: {name}"
-      pictures.append(picture(placements[name].shape, sharding, title=title, dims=dims))
-  return Shown(findings, pictures)
+    for name in ("layer_2", "layer_3"):
+      p = job.placements["parameters"][f"{name}/kernel"]
+      sharding = job.state_shardings.params[name]["kernel"]
+      kernel = jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding)
+      draw(kernel, f"{strategy}: {p.name}", tuple(p.letters))
 
 
 def training():
-  """Compiles the train step for each strategy and takes ten steps from the same parameters."""
-  runs = []
+  """Compiles the train step for each strategy and takes ten steps from the same parameters.
+
+  The losses must not change. What changes is how many rows a device has, and what is sent.
+  """
+  histories = []
   for strategy in STRATEGIES:
     job = job_of(strategy)
     data, state = splits.open_data(job).train, job.initial_state()
@@ -84,35 +73,15 @@ def training():
       state, metrics = step(state, data.batch(number, job.batch_shardings))
       losses.append(float(metrics["loss"]))
       seconds.append(time.perf_counter() - began)
-    runs.append((strategy, job, step, losses, min(seconds[1:])))
-  return runs
-
-
-def _training(runs) -> Shown:
-  findings, tables, measured, changes = [], [], [], []
-  for strategy, job, step, losses, seconds in runs:
-    sent = scene.sent(step, job.mesh)
-    axes = sorted({axis for row in sent for axis in row.axes})
-    tables.append(f"{strategy}, sent in one step:\n{collectives.format_summary(sent)}")
-    findings.append(
-      f"{strategy}: the loss goes from {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps. "
-      f"Collectives run along {' and '.join(axes)}."
-    )
-    measured.append(f"{strategy}: {1000 * seconds:.1f} ms a step, at best.")
+    histories.append(losses)
     rows = job.batch_shardings["inputs"].shard_shape(job.batch["inputs"].shape)[0]
-    changes.append((str(rows), _held(job), rules.size_text(sum(row.bytes for row in sent))))
-  names = ("rows on a device", "parameters on a device", "in the collectives of a step")
-  what = [
-    f"{name}: {ours}, then {theirs}" for name, ours, theirs in zip(names, *changes, strict=True)
-  ]
-  findings += [
-    f"What must not change: all {len(losses)} losses are {scene.close(runs[1][3], runs[0][3])}.",
-    f"What changes: {'; '.join(what)}.",
-  ]
-  return Shown(findings, text="\n\n".join(tables), measured=measured)
+    say(
+      f"{strategy}: the loss goes from {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} "
+      f"steps, with {rows} rows on a device."
+    )
+    show(f"{strategy}, sent in one step:\n{collectives.format_summary(sent(step, job.mesh))}")
+    say_measured(f"{strategy}: {1000 * min(seconds[1:]):.1f} ms a step, at best.")
+  say(f"All losses of the two strategies are {close(*histories)}.")
 
 
-SCENES = (
-  Scene("Layouts", layouts, _layouts, parts=(job_of,)),
-  Scene("Training", training, _training),
-)
+SCENES = (Scene("Layouts", layouts, parts=(job_of,)), Scene("Training", training))

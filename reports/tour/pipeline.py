@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from partitioning.parallel.pipeline_schedule import Schedule, Work
 from reports import pipeline_picture
-from reports.tour import scene
-from reports.tour.scene import Scene, Shown, mesh_of
+from reports.tour.scene import Scene, close, mesh_of, say, sent_text, show
 
 TITLE = "A pipeline"
 OPENING = """
@@ -27,25 +26,7 @@ def schedule_by_hand():
   A tick is a forward pass (F), a backward pass (B), or one of each, of all stages at once. A
   microbatch goes on to the next stage in the next tick, and its gradient comes back the same way.
   """
-  return Schedule("1f1b", stages=2, microbatches=3)
-
-
-def _schedule(schedule: Schedule) -> Shown:
-  passes = schedule.units + schedule.stages - 1
-  # In a tick of stage 0 a forward pass comes before a backward pass.
-  kept = itertools.accumulate(
-    1 if unit.work == Work.FORWARD else -1
-    for tick in range(schedule.ticks)
-    for unit in sorted(schedule.at(0, tick), key=lambda unit: unit.work != Work.FORWARD)
-  )
-  findings = [
-    f"Every stage has {schedule.units} forward passes and as many backward passes to do. The step "
-    f"takes the time of {passes} of each: {schedule.stages - 1} of {passes} is the bubble, in "
-    f"which a stage waits.",
-    f"Stage 0 keeps the inputs of at most {max(kept)} microbatches at a time, until their backward "
-    f"passes.",
-  ]
-  return Shown(findings, text=pipeline_picture.text(schedule, schedule.stages))
+  tell(Schedule("1f1b", stages=2, microbatches=3))
 
 
 def all_forward_first():
@@ -54,7 +35,28 @@ def all_forward_first():
   The bubble is the same. But each microbatch waits for its backward pass, so memory grows with
   their number, which is what makes the bubble small.
   """
-  return Schedule("gpipe", stages=2, microbatches=5)
+  tell(Schedule("gpipe", stages=2, microbatches=5))
+
+
+def tell(schedule: Schedule) -> None:
+  """Shows a schedule, and says how long it takes and what it keeps."""
+  passes = schedule.units + schedule.stages - 1
+  # In a tick of stage 0 a forward pass comes before a backward pass.
+  kept = itertools.accumulate(
+    1 if unit.work == Work.FORWARD else -1
+    for tick in range(schedule.ticks)
+    for unit in sorted(schedule.at(0, tick), key=lambda unit: unit.work != Work.FORWARD)
+  )
+  say(
+    f"Every stage has {schedule.units} forward passes and as many backward passes to do. The step "
+    f"takes the time of {passes} of each: {schedule.stages - 1} of {passes} is the bubble, in "
+    f"which a stage waits."
+  )
+  say(
+    f"Stage 0 keeps the inputs of at most {max(kept)} microbatches at a time, until their backward "
+    f"passes."
+  )
+  show(pipeline_picture.text(schedule, schedule.stages))
 
 
 def forward_passes(stages=4, microbatches=3):
@@ -83,28 +85,22 @@ def forward_passes(stages=4, microbatches=3):
   )
   placed = jax.device_put(w_SDD, NamedSharding(mesh, P("stage")))
   compiled = jax.jit(run).lower(placed, x_MBD).compile()
-  return mesh, compiled, w_SDD, x_MBD, compiled(placed, x_MBD)
-
-
-def _forward_passes(result) -> Shown:
-  mesh, compiled, w_SDD, x_MBD, y_TBD = result
-  stages, microbatches = w_SDD.shape[0], x_MBD.shape[0]
+  y_TBD = compiled(placed, x_MBD)
+  ticks = microbatches + stages - 1
+  say(
+    f"{microbatches} microbatches take {ticks} ticks on {stages} stages; "
+    f"{100 * microbatches / ticks:.0f} % of what the devices compute is used."
+  )
+  say(f"Sent: {sent_text(compiled, mesh)}.")
   wanted = np.asarray(x_MBD)
   for w_DD in np.asarray(w_SDD):
     wanted = np.tanh(wanted @ w_DD)
-  ticks = microbatches + stages - 1
   found = np.asarray(y_TBD)[-microbatches:]  # of the last stage, when it has had the first
-  findings = [
-    f"{microbatches} microbatches take {ticks} ticks on {stages} stages; "
-    f"{100 * microbatches / ticks:.0f} % of what the devices compute is used.",
-    scene.communication(compiled, mesh),
-    f"What leaves the last stage and all layers by NumPy are {scene.close(found, wanted)}.",
-  ]
-  return Shown(findings)
+  say(f"What leaves the last stage and all layers by NumPy are {close(found, wanted)}.")
 
 
 SCENES = (
-  Scene("A schedule to count by hand", schedule_by_hand, _schedule),
-  Scene("All forward passes first", all_forward_first, _schedule),
-  Scene("The forward passes in one program", forward_passes, _forward_passes),
+  Scene("A schedule to count by hand", schedule_by_hand),
+  Scene("All forward passes first", all_forward_first),
+  Scene("The forward passes in one program", forward_passes),
 )

@@ -22,9 +22,7 @@ from input_pipeline.row_source import array_source
 from processes import coordination as groups
 from processes import preemption
 from reports import run_files
-from reports.drawings import holdings
-from reports.tour import scene
-from reports.tour.scene import DEVICES, Scene, Shown, mesh_of
+from reports.tour.scene import DEVICES, Scene, draw_held, mesh_of, say, say_measured, show
 from runtime import devices, exit_codes
 
 TITLE = "Many processes"
@@ -69,85 +67,59 @@ def who_feeds_what():
 
   The batch has the same global shape on both. Each reads the rows that its own devices hold.
   """
-  return launched([sys.executable, "-m", "reports.tour.processes"])[1]
-
-
-def _who_feeds_what(out: str) -> Shown:
-  said = [line.partition("] ")[2] for line in out.splitlines() if "] {" in line]
-  members = sorted(map(json.loads, said), key=lambda member: member["process"])
-  place = {device: number for number, device in enumerate(members[0]["global"])}
-  findings, fed, values = [], [], {}
-  for member in members:
-    rows = sorted({row for held in member["rows"].values() for row in held})
-    fed += rows
-    findings.append(
-      f"Process {member['process']} has devices {_span(place[d] for d in member['local'])}; there "
-      f"are {len(place)} in all. Its batch has shape {member['shape']}, and it feeds rows "
-      f"{_span(rows)}."
+  _, out, _ = launched([sys.executable, "-m", "reports.tour.processes"])
+  said = [json.loads(line.partition("] ")[2]) for line in out.splitlines() if "] {" in line]
+  texts = {}
+  for one in sorted(said, key=lambda one: one["process"]):
+    place = {device: number for number, device in enumerate(one["global"])}
+    for device, rows in one["rows"].items():
+      texts[place[int(device)]] = f"process {one['process']}: rows {rows[0]} to {rows[-1]}"
+    say(
+      f"Process {one['process']} has {len(one['local'])} of {len(place)} devices. Its batch has "
+      f"shape {one['shape']}, and it feeds {sum(map(len, one['rows'].values()))} rows."
     )
-    for device, held in member["rows"].items():
-      values[place[int(device)]] = f"process {member['process']}: rows {_span(held)}"
-  assert fed == [*range(ROWS)], out
-  findings.append("Each row is fed by one process.")
-  drawing = holdings("what each device gets", mesh_of(data=DEVICES), values)
-  return Shown(findings, [drawing])
-
-
-def _span(numbers) -> str:
-  first, *_, last = numbers
-  return scene.span((first, last + 1))
+  draw_held("what each device gets", mesh_of(data=DEVICES), texts)
 
 
 def another_shape():
-  """Trains with batches of 32 rows on process 0, and of 48 rows on process 1."""
-  return trained(
-    "--config.data.global_batch_size=32",
-    "--config.training.steps=2",
-    second="--config.data.global_batch_size=48",
-  )
+  """Trains with batches of 32 rows on process 0, and of 48 rows on process 1.
+
+  Nothing hangs: both processes refuse it before the first step.
+  """
+  refused = "--config.data.global_batch_size=48"
+  trained("--config.data.global_batch_size=32", "--config.training.steps=2", second=refused)
 
 
 def leaves_early():
   """Trains, and sends SIGTERM to process 1 alone once the first step has been made.
 
-  A scheduler does this to a machine that it wants back. The other process gets no signal.
+  A scheduler does this to a machine that it wants back. The other process gets no signal. Nothing
+  hangs: both leave after the same step, which is saved.
   """
   steps = "--config.training.steps=2000"
-  return trained("--config.data.global_batch_size=32", steps, stopped=1)
-
-
-def _run(result) -> Shown:
-  codes, out, seconds, run = result
-  findings = ["Nothing hangs: both processes end by themselves."]
-  findings += [
-    f"Process {index}: exit code {code} ({exit_codes.MEANINGS[code]})."
-    for index, code in enumerate(codes)
-  ]
-  refusal = []
-  if run is None:
-    findings.append("No step was made, and no workdir.")
-    refusal = [line.partition("] ")[2] for line in out.splitlines() if line.startswith("[")]
-  else:
-    assert run.on_disk == [run.done], out
-    findings.append("Both leave after the same step: one step is saved, the last one made.")
-  measured = [f"It took {seconds:.0f} s; steps made: {run.done if run else 0}."]
-  return Shown(findings, text="\n".join(refusal), measured=measured)
+  trained("--config.data.global_batch_size=32", steps, stopped=1)
 
 
 # ------------------------------ two processes ------------------------------
 
 
-def trained(*arguments: str, second: str = "", stopped: int | None = None):
-  """Runs main.py as two processes in a workdir that is removed in the end; see `launched`.
-
-  Returns:
-    Their exit codes, output and seconds; what the files of the workdir say, None without one.
-  """
+def trained(*arguments: str, second: str = "", stopped: int | None = None) -> None:
+  """Runs main.py as two processes, and says how they ended; see `launched`."""
   with tempfile.TemporaryDirectory() as folder:
     workdir = pathlib.Path(folder) / "run"
     command = [*TRAINING, *arguments, f"--workdir={workdir}"]
-    ended = launched(command, second=second, stopped=stopped)
-    return *ended, run_files.read(workdir) if workdir.exists() else None
+    codes, out, seconds = launched(command, second=second, stopped=stopped)
+    run = run_files.read(workdir) if workdir.exists() else None
+  for index, code in enumerate(codes):
+    say(f"Process {index}: exit code {code} ({exit_codes.MEANINGS[code]}).")
+  if run is None:
+    said = [line.partition("] ")[2] for line in out.splitlines() if line.startswith("[")]
+    show("\n".join(said))
+    say("No step was made, and no workdir.")
+  else:
+    assert run.on_disk == [run.done], out
+    say("One step is saved, the last one made.")
+  say_measured(f"It took {seconds:.0f} s; steps made: {run.done if run else 0}.")
 
 
 def launched(
@@ -212,9 +184,9 @@ def main() -> None:
 
 
 SCENES = (
-  Scene("Who feeds what", who_feeds_what, _who_feeds_what, parts=(feed,)),
-  Scene("A batch of another shape", another_shape, _run),
-  Scene("A process that leaves early", leaves_early, _run),
+  Scene("Who feeds what", who_feeds_what, parts=(feed,)),
+  Scene("A batch of another shape", another_shape),
+  Scene("A process that leaves early", leaves_early),
 )
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""The parts of the tour: chapters of scenes, and the output of a scene.
+"""The parts of the tour: chapters of scenes, and what a scene draws and says.
 
-A chapter is a module with TITLE, OPENING and SCENES.
+A chapter is a module with TITLE, OPENING and SCENES. A scene is a function: it runs, draws arrays,
+and says what it has found in them; its source is shown above that.
 """
 
 import ast
@@ -8,7 +9,7 @@ import dataclasses
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from reports import drawings
 from runtime import collectives
 
 DEVICES = 8
+ROUNDING = 1e-6  # float32 sums of a few hundred terms, in another order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,45 +31,45 @@ class Shown:
   """The output of a scene.
 
   Attributes:
-    findings: sentences, each computed from the result.
+    findings: sentences.
     pictures: of `reports.drawings`.
-    text: a table or a message, shown unchanged.
-    measured: like findings, with measurements on this machine. docs/tour.md omits both.
+    text: tables or messages, shown unchanged.
+    measured: sentences with measurements on this machine, which docs/tour.md omits.
   """
 
-  findings: list[str]
+  findings: list[str] = dataclasses.field(default_factory=list)
   pictures: list[Any] = dataclasses.field(default_factory=list)
-  text: str = ""
+  text: list[str] = dataclasses.field(default_factory=list)
   measured: list[str] = dataclasses.field(default_factory=list)
 
   def markdown(self, measured: Sequence[str]) -> str:
     """Returns what stands below the pictures; `measured` are the findings that come last."""
-    text = [f"```\n{self.text}\n```"] if self.text else []
+    blocks = ["```\n" + "\n\n".join(self.text) + "\n```"] if self.text else []
     findings = [wrapped(f"- {one}", indent="  ") for one in (*self.findings, *measured)]
-    return "\n\n".join([*text, "Notice:", "\n".join(findings)])
+    return "\n\n".join([*blocks, "Notice:", "\n".join(findings)])
 
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-  """A function with its explanation and the display of its result.
+  """A function of the tour.
 
   Attributes:
     title: its heading.
     code: the function whose source is printed. Its docstring explains it.
-    show: result -> Shown.
     parts: functions that are printed before it.
-    run: gives the result; by default, the code without arguments.
+    run: what runs; by default the code, without arguments.
   """
 
   title: str
   code: Callable
-  show: Callable[[Any], Shown]
   parts: tuple[Callable, ...] = ()
   run: Callable[[], Any] | None = None
 
   def play(self) -> Shown:
-    """Runs the code and returns what it shows."""
-    return self.show((self.run or self.code)())
+    """Runs it, and returns what it has drawn and said."""
+    _playing.append(Shown())
+    (self.run or self.code)()
+    return _playing.pop()
 
   @property
   def markdown(self) -> str:
@@ -100,15 +102,41 @@ def wrapped(paragraph: str, indent: str = "") -> str:
   return "\n".join(textwrap.wrap(paragraph, 100, subsequent_indent=indent, **whole))
 
 
+# ------------------------------ what the function of a scene calls ------------------------------
+
+_playing: list[Shown] = []
+
+
+def say(sentence: str) -> None:
+  """Says what was found."""
+  _playing[-1].findings.append(sentence)
+
+
+def say_measured(sentence: str) -> None:
+  """Says what was measured on this machine."""
+  _playing[-1].measured.append(sentence)
+
+
+def show(text: str) -> None:
+  """Shows a table or a message unchanged."""
+  _playing[-1].text.append(text)
+
+
+def draw(x: jax.Array, title: str = "", dims: Sequence[str] = ("row", "column")) -> None:
+  """Draws which devices have each block of an array; titled by its spec and mesh by default."""
+  title = title or f"{spec(x)} on {mesh_text(x)}"
+  _playing[-1].pictures.append(drawings.picture(x.shape, x.sharding, title=title, dims=dims))
+
+
+def draw_held(title: str, mesh: Mesh, texts: Mapping[int, str]) -> None:
+  """Draws what each device has: device id -> text."""
+  _playing[-1].pictures.append(drawings.holdings(title, mesh, texts))
+
+
 def mesh_of(**sizes: int) -> Mesh:
   """Returns the project's mesh, axis=size, over as many of the devices as it needs."""
   resolved = resolve_sizes(sizes, None)
   return make_mesh(resolved, jax.devices()[: math.prod(resolved.values())])
-
-
-# ------------------------------ what scenes show ------------------------------
-
-ROUNDING = 1e-6  # float32 sums of a few hundred terms, in another order
 
 
 def sent(compiled: jax.stages.Compiled, mesh: Mesh) -> list[collectives.Row]:
@@ -123,13 +151,6 @@ def sent_text(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
     for row in sent(compiled, mesh)
   ]
   return " and ".join(parts) or "nothing"
-
-
-def communication(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
-  """Returns a sentence on the collectives of a compiled program."""
-  if (text := sent_text(compiled, mesh)) == "nothing":
-    return "No communication: there is no collective in the compiled program."
-  return f"Communication: the compiled program sends {text}."
 
 
 def spec(x: jax.Array) -> str:
@@ -175,12 +196,6 @@ def close(ours, theirs) -> str:
   return "the same, to rounding"
 
 
-def span(bounds: Sequence[int]) -> str:
-  """Returns `4 to 7` of (4, 8), and `4` of (4, 5)."""
-  first, stop = bounds
-  return f"{first} to {stop - 1}" if stop - first > 1 else str(first)
-
-
 def numbers(values, places: int = 0) -> str:
   """Returns the values of an array on one line, rows parted by `|`."""
   values = np.asarray(values)
@@ -194,6 +209,6 @@ def held(x: jax.Array, places: int = 0) -> dict[int, str]:
   return {shard.device.id: numbers(shard.data, places) for shard in x.addressable_shards}
 
 
-def held_bytes(x: jax.Array) -> int:
-  """Returns the bytes of one device's shard."""
-  return math.prod(shard(x)) * x.dtype.itemsize
+def held_text(x: jax.Array) -> str:
+  """Returns `64 Bytes`, the size of one device's shard."""
+  return rules.size_text(math.prod(shard(x)) * x.dtype.itemsize)

@@ -66,8 +66,7 @@ def test_the_real_process_writes_the_page_of_the_files(tmp_path):
   (tmp_path / "metrics.jsonl").unlink()
   (tmp_path / "config.json").unlink()
   made.finish(60)
-  made.finish(60)
-  [text] = said  # once
+  [text] = said
   assert "run.html is not written, training continues: ValueError: " in text
   assert "has neither metrics.jsonl" in text
   assert "Step 40 of 60" in (tmp_path / "run.html").read_text()  # that of before

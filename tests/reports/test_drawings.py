@@ -149,16 +149,6 @@ def test_names_are_escaped_and_titles_too():
 # ---- Holdings ----
 
 
-def test_holdings_are_arranged_like_the_mesh():
-  drawn = holdings("before", WIDE, {i: f"[{10 * i}]" for i in range(8)})
-  lines = [line for line in plain(drawn).splitlines() if "[" in line]
-  assert [line.split()[1:-1] for line in lines] == [
-    [f"{i}:", f"[{10 * i}]", "│", f"{i + 1}:", f"[{10 * i + 10}]"] for i in range(0, 8, 2)
-  ]
-  backwards = holdings("before", BACKWARDS, dict.fromkeys(range(8), "x"))
-  assert "│ 7: x │ 6: x │" in plain(backwards)
-
-
 def test_a_device_has_the_same_color_in_every_drawing():
   assert len({color(i) for i in range(64)}) == 64
   found = {}
@@ -174,21 +164,6 @@ def test_a_device_has_the_same_color_in_every_drawing():
     for text in numbers:
       found.setdefault(int(text.text), set()).add(fills[text.get("class")])
   assert found == {i: {color(i)} for i in range(8)}
-
-
-def test_a_row_that_is_too_wide_becomes_a_column():
-  narrow = holdings("t", LINE, {i: str(i) for i in range(8)})
-  wide = holdings("t", LINE, dict.fromkeys(range(8), "[0 1 2 3\n 4 5 6 7]"))
-  assert len([line for line in plain(narrow).splitlines() if "│" in line]) == 1
-  lines = plain(wide).splitlines()
-  assert max(map(len, lines)) <= 80
-  assert len([line for line in lines if "[0 1 2 3" in line]) == 8
-  at = lines.index(next(line for line in lines if "3: [0 1 2 3" in line))
-  assert lines[at + 1].index("4") == lines[at].index("0 1 2 3")
-  drawn = words(wide)
-  assert len([line for line in drawn if "4 5 6 7]" in line]) == 8
-  [at] = [i for i, line in enumerate(drawn) if "3: [0 1 2 3" in line]
-  assert drawn[at + 1].index("4") == drawn[at].index("0 1 2 3")
 
 
 # ---- Many devices ----
@@ -227,22 +202,6 @@ def test_512_devices_are_summed_up():
 
 
 # ---- Nothing is cut off ----
-
-
-@pytest.mark.parametrize(("shape", "spec", "mesh"), LAYOUTS, ids=NAMES)
-def test_texts_of_an_svg_are_inside_and_lines_do_not_overlap(shape, spec, mesh):
-  dims = ("batch", "sequence", "feedforward", "model")[: len(shape)]
-  root = ElementTree.fromstring(svg(picture(shape, lies(mesh, *spec), title="x", dims=dims)))
-  left, top, width, height = map(float, root.get("viewBox").split())
-  ends = {}
-  for text in root.iter("{http://www.w3.org/2000/svg}text"):
-    x, y, wide = (float(text.get(name)) for name in ("x", "y", "textLength"))
-    assert left <= x
-    assert x + wide <= left + width
-    assert top + 20 <= y <= top + height - 4
-    assert x >= ends.get(y, 0)
-    ends[y] = x + wide
-  assert len(ends) > 1
 
 
 # ---- The ways of a layout ----

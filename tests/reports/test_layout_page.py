@@ -12,7 +12,6 @@ from reports import layout_page
 from reports.layout_text import job_text
 from runtime import collectives
 from tests.helpers.jobs import make_job
-from training import named_activations
 
 VOID = {"meta", "br", "wbr"}
 
@@ -160,15 +159,6 @@ def test_the_costs_are_the_collectives_of_the_compiled_step(job, text):
     for row, cells in zip(ours, table[at + 1 :], strict=False):
       sizes = [rules.size_text(size) for size in (row.bytes / row.count, row.bytes)]
       assert cells[1:5] == [row.kind, str(row.count), *sizes]
-
-
-def test_named_activations_have_their_bytes_and_their_choice(job, text):
-  rows = [row for row in Reader(text).rows if len(row) == 6]
-  named = named_activations.of_job(job)
-  assert len(named) > 6
-  for one in named:
-    [row] = [row for row in rows if row[0] == one.name]
-    assert row[4:] == [rules.size_text(one.bytes), one.choice]
 
 
 def test_the_page_needs_nothing_from_outside_and_is_small(text, two):
