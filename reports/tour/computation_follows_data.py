@@ -97,7 +97,7 @@ def before_the_first_step():
   try:
     prepare(config, Devices(jax.default_backend(), True, sizes))
   except LayoutError as error:
-    say(f"Refused before the first step. One message names all {len(error.failures)} wrong arrays.")
+    say(f"Refused before the first step: {len(error.failures)} wrong arrays, in one message.")
     show(str(error))
 
 

@@ -75,8 +75,8 @@ def who_feeds_what():
     for device, rows in one["rows"].items():
       texts[place[int(device)]] = f"process {one['process']}: rows {rows[0]} to {rows[-1]}"
     say(
-      f"Process {one['process']} has {len(one['local'])} of {len(place)} devices. Its batch has "
-      f"shape {one['shape']}, and it feeds {sum(map(len, one['rows'].values()))} rows."
+      f"Process {one['process']} has {len(one['local'])} of {len(place)} devices. Its batch "
+      f"has shape {one['shape']}, and it feeds {sum(map(len, one['rows'].values()))} rows."
     )
   draw_held("what each device gets", mesh_of(data=DEVICES), texts)
 

@@ -41,8 +41,8 @@ def drawn(partitionable=True):
     x = compiled(jax.random.key(0))
     first = x if first is None else first
     say(
-      f"{mesh_text(x)}: {blocks(x)}. Sent: {sent_text(compiled, mesh)}. The numbers and those of "
-      f"the first mesh are {same(x, first)}."
+      f"{mesh_text(x)}: {blocks(x)}. Sent: {sent_text(compiled, mesh)}. The numbers and those "
+      f"of the first mesh are {same(x, first)}."
     )
   draw_held(f"all numbers on {mesh_text(x)}", mesh, held(x, 1))
 
