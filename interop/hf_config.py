@@ -182,7 +182,7 @@ FORM = {
     }
   ),
   **dict.fromkeys(("time_step_limit", "ssm_multipliers", "mlp_multipliers"), OrNull([forms.ANY])),
-  "n_shared_experts": OrNull(forms.whole(0)),
+  **dict.fromkeys(("n_shared_experts", "num_shared_experts"), OrNull(forms.whole(0))),
   "original_max_position_embeddings": OrNull(SIZE),
 }
 _MOST_LINES = 20  # of a message

@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from interop import hf_mamba
+from interop import hf_mixers
 from interop import hf_parts as parts
 from interop.hf_parts import Part, choice, field, flag, number, optional, rope, rope_by_layer
 from runtime import forms
@@ -91,11 +91,41 @@ def _rows(start: str, *modules: tuple[str, ...]) -> dict[str, Row]:
 
 
 QKV = ("attention/query", "attention/key", "attention/value")
-ENDS: dict[str, Row] = {
-  "model.embed_tokens.weight": ("V D", "embed/table"),
-  "model.norm.weight": ("D", "final_norm/scale"),
-  "lm_head.weight": ("V D", "unembed/kernel"),
-}
+
+
+def _ends(embedding: str = "model.embed_tokens", norm: str = "model.norm") -> dict[str, Row]:
+  """Returns the rows of the embedding, the last norm and the logits."""
+  return {
+    f"{embedding}.weight": ("V D", "embed/table"),
+    f"{norm}.weight": ("D", "final_norm/scale"),
+    "lm_head.weight": ("V D", "unembed/kernel"),
+  }
+
+
+def _attention(start: str, out: str = "o_proj") -> dict[str, Row]:
+  """Returns the rows of the four kernels of attention, whose names begin so."""
+  return _rows(
+    start,
+    ("q_proj", "NH D", "attention/query"),
+    ("k_proj", "KH D", "attention/key"),
+    ("v_proj", "KH D", "attention/value"),
+    (out, "D NH", "attention/out"),
+  )
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _gated(
+  start: str, ours: str = "mlp", width: str = "F", names: tuple[str, ...] = _PROJECTIONS
+) -> dict[str, Row]:
+  """Returns the rows of the three kernels of an MLP, with its name and the letter of its width."""
+  inner, outer = f"{width} D", f"D {width}"
+  pairs = zip(names, ("gate", "up", "down"), (inner, inner, outer), strict=True)
+  return _rows(start, *((name, dims, f"{ours}/{one}") for name, one, dims in pairs))
+
+
+ENDS = _ends()
 NORMS = _rows(
   LAYER,
   ("input_layernorm", "D", "attention_norm"),
@@ -113,12 +143,8 @@ FOUR_NORMS = {
   **POST_NORMS,
   **_rows(LAYER, ("pre_feedforward_layernorm", "D", "mlp_norm")),
 }
-ATTENTION = _rows(
+ATTENTION = _attention(f"{LAYER}self_attn.") | _rows(
   f"{LAYER}self_attn.",
-  ("q_proj", "NH D", "attention/query"),
-  ("k_proj", "KH D", "attention/key"),
-  ("v_proj", "KH D", "attention/value"),
-  ("o_proj", "D NH", "attention/out"),
   ("q_norm", "H", "attention/query_norm"),
   ("k_norm", "H", "attention/key_norm"),
 )
@@ -140,12 +166,7 @@ LATENT_ATTENTION = _rows(
   ("kv_b_proj", "KJ C", "attention/key_value"),
   ("o_proj", "D NU", "attention/out"),
 )
-MLP = _rows(
-  f"{LAYER}mlp.",
-  ("gate_proj", "F D", "mlp/gate"),
-  ("up_proj", "F D", "mlp/up"),
-  ("down_proj", "D F", "mlp/down"),
-)
+MLP = _gated(f"{LAYER}mlp.")
 FUSED = {
   **_rows(
     f"{LAYER}self_attn.", ("qkv_proj", "NH+KH+KH D", *QKV), ("o_proj", "D NH", "attention/out")
@@ -179,11 +200,9 @@ MISTRAL, GEMMA_3 = _also_seeing(LLAMA), _also_seeing(GEMMA_2)
 def _gpt_2_rows() -> dict[str, Row]:
   """Returns the rows of GPT-2, whose kernels are stored as they multiply, [in, out]."""
   rows: dict[str, Row] = {
-    "transformer.wte.weight": ("V D", "embed/table"),
+    **_ends("transformer.wte", "transformer.ln_f"),
     "transformer.wpe.weight": ("P D", "positions/table"),
-    "transformer.ln_f.weight": ("D", "final_norm/scale"),
     "transformer.ln_f.bias": ("D", "final_norm/bias"),
-    "lm_head.weight": ("V D", "unembed/kernel"),
   }
   for name, dims, *ours in (
     ("ln_1", "D", "attention_norm"),
@@ -213,29 +232,22 @@ _GATE_UP = (f"{_EXPERTS}/gate/kernel", f"{_EXPERTS}/up/kernel")
 ROUTER: dict[str, Row] = {f"{LAYER}mlp.gate.weight": ("e D", f"{_EXPERTS}/router/kernel")}
 
 
-def _experts_one_by_one(where: str, gate: str, up: str, down: str) -> dict[str, Row]:
-  """Returns the rows of experts that have tensors of their own, by the names of these."""
-  start = f"{LAYER}{where}.experts.{{}}."
-  return {
-    f"{start}{gate}.weight": ("M D", f"{_EXPERTS}/gate/kernel"),
-    f"{start}{up}.weight": ("M D", f"{_EXPERTS}/up/kernel"),
-    f"{start}{down}.weight": ("D M", f"{_EXPERTS}/down/kernel"),
-  }
-
-
-EXPERTS = _experts_one_by_one("mlp", "gate_proj", "up_proj", "down_proj")
+EXPERTS = _gated(f"{LAYER}mlp.experts.{{}}.", "experts", "M")
 # As version 5 of transformers has them in memory.
 MERGED_EXPERTS: dict[str, Row] = {
   f"{LAYER}mlp.experts.gate_up_proj": ("E M+M D", *_GATE_UP),
   f"{LAYER}mlp.experts.down_proj": ("E D M", f"{_EXPERTS}/down/kernel"),
 }
+_MIXTRAL_EXPERTS = _gated(
+  f"{LAYER}block_sparse_moe.experts.{{}}.", "experts", "M", ("w1", "w3", "w2")
+)
 MIXTRAL = Names(
   {
     **ENDS,
     **NORMS,
     **ATTENTION,
     f"{LAYER}block_sparse_moe.gate.weight": ("e D", f"{_EXPERTS}/router/kernel"),
-    **_experts_one_by_one("block_sparse_moe", "w1", "w3", "w2"),
+    **_MIXTRAL_EXPERTS,
   },
   others=(ROUTER, MERGED_EXPERTS),
 )
@@ -249,12 +261,7 @@ DEEPSEEK_EXPERTS = {
   **ROUTER,
   f"{LAYER}mlp.gate.e_score_correction_bias": ("e", f"{_EXPERTS}/router/correction"),
   **EXPERTS,
-  **_rows(
-    f"{LAYER}mlp.shared_experts.",
-    ("gate_proj", "W D", "experts/shared/gate"),
-    ("up_proj", "W D", "experts/shared/up"),
-    ("down_proj", "D W", "experts/shared/down"),
-  ),
+  **_gated(f"{LAYER}mlp.shared_experts.", "experts/shared", "W"),
 }
 
 
@@ -291,15 +298,8 @@ LLAMA_4 = _also_seeing(
   Names(
     {
       **{**ENDS, **NORMS, **ATTENTION},
-      **_rows(
-        f"{LAYER}feed_forward.",
-        ("gate_proj", "F D", "mlp/gate"),
-        ("up_proj", "F D", "mlp/up"),
-        ("down_proj", "D F", "mlp/down"),
-        ("shared_expert.gate_proj", "W D", "experts/shared/gate"),
-        ("shared_expert.up_proj", "W D", "experts/shared/up"),
-        ("shared_expert.down_proj", "D W", "experts/shared/down"),
-      ),
+      **_gated(f"{LAYER}feed_forward."),
+      **_gated(f"{LAYER}feed_forward.shared_expert.", "experts/shared", "W"),
       f"{LAYER}feed_forward.router.weight": ("e D", f"{_EXPERTS}/router/kernel"),
       f"{LAYER}feed_forward.experts.gate_up_proj": ("E D M+M", *_GATE_UP),
       f"{LAYER}feed_forward.experts.down_proj": ("E M D", f"{_EXPERTS}/down/kernel"),
@@ -330,18 +330,13 @@ GPT_OSS = Names(
 
 LFM_2 = Names(
   {
-    **ENDS,
+    **_ends(norm="model.embedding_norm"),
+    **_attention(f"{LAYER}self_attn.", "out_proj"),
+    **_gated(f"{LAYER}feed_forward.", names=("w1", "w3", "w2")),
     **_rows(
       LAYER,
       ("operator_norm", "D", "attention_norm"),
       ("ffn_norm", "D", "mlp_norm"),
-      ("feed_forward.w1", "F D", "mlp/gate"),
-      ("feed_forward.w3", "F D", "mlp/up"),
-      ("feed_forward.w2", "D F", "mlp/down"),
-      ("self_attn.q_proj", "NH D", "attention/query"),
-      ("self_attn.k_proj", "KH D", "attention/key"),
-      ("self_attn.v_proj", "KH D", "attention/value"),
-      ("self_attn.out_proj", "D NH", "attention/out"),
       ("self_attn.q_layernorm", "H", "attention/query_norm"),
       ("self_attn.k_layernorm", "H", "attention/key_norm"),
       (
@@ -351,36 +346,26 @@ LFM_2 = Names(
       ("conv.out_proj", "D X", "attention/out"),
     ),
     f"{LAYER}conv.conv.weight": ("X 1 w", "layers/attention/taps"),
-    "model.embedding_norm.weight": ("D", "final_norm/scale"),
   },
 )
-del LFM_2.rows["model.norm.weight"]
-
 BAMBA = Names(
   {
-    **ENDS,
+    **_ends(norm="model.final_layernorm"),
     **ATTENTION,
-    **hf_mamba.tensors(f"{LAYER}mamba."),
+    **hf_mixers.mamba_tensors(f"{LAYER}mamba."),
     **_rows(
-      LAYER,
-      ("input_layernorm", "D", "attention_norm"),
-      ("pre_ff_layernorm", "D", "mlp_norm"),
-      ("feed_forward.gate_proj", "F D", "mlp/gate"),
-      ("feed_forward.up_proj", "F D", "mlp/up"),
-      ("feed_forward.down_proj", "D F", "mlp/down"),
+      LAYER, ("input_layernorm", "D", "attention_norm"), ("pre_ff_layernorm", "D", "mlp_norm")
     ),
-    "model.final_layernorm.weight": ("D", "final_norm/scale"),
+    **_gated(f"{LAYER}feed_forward."),
   }
 )
-del BAMBA.rows["model.norm.weight"]
-
-FALCON_H1 = Names({**BAMBA.rows, **hf_mamba.tensors(f"{LAYER}mamba.", "layers/mixer/")})
+FALCON_H1 = Names({**BAMBA.rows, **hf_mixers.mamba_tensors(f"{LAYER}mamba.", "layers/mixer/")})
 GRANITE_HYBRID = Names(
   {
     **ENDS,
     **NORMS,
     **ATTENTION,
-    **hf_mamba.tensors(f"{LAYER}mamba."),
+    **hf_mixers.mamba_tensors(f"{LAYER}mamba."),
     **_rows(
       f"{LAYER}shared_mlp.",
       ("input_linear", "F+F D", "mlp/gate", "mlp/up"),
@@ -400,19 +385,12 @@ GRANITE_HYBRID = Names(
 _NEMOTRON_LAYER = "backbone.layers.{}."
 NEMOTRON_H = Names(
   {
-    "backbone.embeddings.weight": ("V D", "embed/table"),
-    "backbone.norm_f.weight": ("D", "final_norm/scale"),
-    "lm_head.weight": ("V D", "unembed/kernel"),
+    **_ends("backbone.embeddings", "backbone.norm_f"),
     **_rows(_NEMOTRON_LAYER, ("norm", "D", "attention_norm")),
-    **hf_mamba.tensors(f"{_NEMOTRON_LAYER}mixer."),
+    **hf_mixers.mamba_tensors(f"{_NEMOTRON_LAYER}mixer."),
+    **_attention(f"{_NEMOTRON_LAYER}mixer."),
     **_rows(
-      f"{_NEMOTRON_LAYER}mixer.",
-      ("q_proj", "NH D", "attention/query"),
-      ("k_proj", "KH D", "attention/key"),
-      ("v_proj", "KH D", "attention/value"),
-      ("o_proj", "D NH", "attention/out"),
-      ("up_proj", "F D", "mlp/up"),
-      ("down_proj", "D F", "mlp/down"),
+      f"{_NEMOTRON_LAYER}mixer.", ("up_proj", "F D", "mlp/up"), ("down_proj", "D F", "mlp/down")
     ),
   },
   prefix="backbone.",
@@ -439,12 +417,7 @@ _GATED_DELTA: dict[str, Row] = {
   ),
 }
 _SHARED_EXPERT: dict[str, Row] = {
-  **_rows(
-    f"{LAYER}mlp.shared_expert.",
-    ("gate_proj", "W D", "experts/shared/gate"),
-    ("up_proj", "W D", "experts/shared/up"),
-    ("down_proj", "D W", "experts/shared/down"),
-  ),
+  **_gated(f"{LAYER}mlp.shared_expert.", "experts/shared", "W"),
   f"{LAYER}mlp.shared_expert_gate.weight": ("1 D", f"{_EXPERTS}/shared_gate"),
 }
 _MTP_UNUSED = ("mtp.*",)
@@ -512,22 +485,11 @@ KIMI_LINEAR = Names(
     f"{LAYER}block_sparse_moe.gate.e_score_correction_bias": (
       *("e", f"{_EXPERTS}/router/correction"),
     ),
-    **_experts_one_by_one("block_sparse_moe", "w1", "w3", "w2"),
-    **_rows(
-      f"{LAYER}block_sparse_moe.shared_experts.",
-      ("gate_proj", "W D", "experts/shared/gate"),
-      ("up_proj", "W D", "experts/shared/up"),
-      ("down_proj", "D W", "experts/shared/down"),
-    ),
+    **_MIXTRAL_EXPERTS,
+    **_gated(f"{LAYER}block_sparse_moe.shared_experts.", "experts/shared", "W"),
   },
   # As version 5.23 of transformers names the MLP of a dense layer that it writes.
-  others=(
-    {
-      f"{LAYER}block_sparse_moe.gate_proj.weight": ("F D", "layers/mlp/gate/kernel"),
-      f"{LAYER}block_sparse_moe.up_proj.weight": ("F D", "layers/mlp/up/kernel"),
-      f"{LAYER}block_sparse_moe.down_proj.weight": ("D F", "layers/mlp/down/kernel"),
-    },
-  ),
+  others=(_gated(f"{LAYER}block_sparse_moe."),),
   # Of layers with Kimi Delta Attention.
   instead=_rows(
     f"{LAYER}self_attn.", ("q_proj", "Gh D", "attention/query"), ("o_proj", "D Au", "attention/out")
@@ -598,9 +560,8 @@ _STACK = (
   field("hidden_size", "model_size"),
   field("intermediate_size", "feedforward_size"),
 )
-_COMMON = (
-  *(*_STACK, field("num_attention_heads", "heads"), parts.KV_HEADS, parts.HEAD_SIZE, *_ENDS),
-)
+_HEADS = (field("num_attention_heads", "heads"), parts.KV_HEADS, parts.HEAD_SIZE)
+_COMMON = (*_STACK, *_HEADS, *_ENDS)
 _SILU = choice("hidden_act", "activation", parts.ACTIVATIONS)
 _PLAIN = (*_COMMON, parts.SCALE, _SILU)
 # In `attention_bias` alone, ONLY of `hf_config.py` says that there is no mlp_bias.
@@ -644,22 +605,34 @@ _MAMBA = {
   "mamba_expand": 2,
 }
 
-_DEEPSEEK = {
-  "kv_lora_rank": 512,
-  "q_lora_rank": 1536,
-  "qk_nope_head_dim": 128,
-  "qk_rope_head_dim": 64,
-  "v_head_dim": 128,
-}
+
+def _latent(latent: int, nope: int, query_latent: int | None = None) -> dict[str, Any]:
+  """Returns the defaults of latent attention, by three of its sizes."""
+  found = {"kv_lora_rank": latent, "qk_nope_head_dim": nope, "v_head_dim": 128}
+  return {**found, "qk_rope_head_dim": 64, "q_lora_rank": query_latent}
+
+
+_ROUTED_KEYS = (
+  *("first_k_dense_replace", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
+  *("moe_intermediate_size", "n_group", "topk_group", "routed_scaling_factor"),
+)
+
+
+def _routed(*values: float | None, **more: Any) -> dict[str, Any]:
+  """Returns the defaults of DeepSeek's experts: of _ROUTED_KEYS in turn, and of others."""
+  return {**dict(zip(_ROUTED_KEYS, values, strict=True)), **more}
+
+
 # Norms of latent vectors have an epsilon of 1e-6, whatever the others have.
 _LATENT_PARTS = (*_STACK, *parts.LATENT, *_ENDS, _BIASES, _SILU)
 _DEEPSEEK_PARTS = (*_LATENT_PARTS, parts.LATENT_ROPE)
 _DEEPSEEK_EXPERTS = (
   field("n_routed_experts", "experts"),
   number("routed_scaling_factor", "router_scale"),
-  *(parts.EXPERTS_PER_TOKEN, parts.EXPERT_WIDTH, parts.SHARED_EXPERTS),
+  *(parts.EXPERTS_PER_TOKEN, parts.EXPERT_WIDTH, parts.shared_experts("n_shared_experts")),
   parts.only("moe_layer_freq", 1),
 )
+_ROUTED = (*_DEEPSEEK_EXPERTS, *parts.ROUTER_GROUPS, parts.ROUTER_NORMALIZED)
 _DEEPSEEK_IGNORED = (
   *("aux_loss_alpha", "seq_aux", "ep_size", "num_mtp_layers", "num_nextn_predict_layers"),
   *_EXPERTS_IGNORED,
@@ -872,34 +845,25 @@ FAMILIES: dict[str, Family] = {
       num_experts_per_tok=2,
     ),
     (
-      *(*_STACK[:2], field("num_attention_heads", "heads"), parts.KV_HEADS, parts.HEAD_SIZE),
+      *(*_STACK[:2], *_HEADS),
       *(*_ENDS, _SILU, _BIASES, rope(), *_MULTIPLIERS),
-      *(hf_mamba.GRANITE, hf_mamba.GRANITE_EXPERTS, *hf_mamba.PLAIN),
+      *(*hf_mixers.GRANITE, *hf_mixers.PLAIN),
     ),
-    ignored=(*_EXPERTS_IGNORED, *hf_mamba.IGNORED),
+    ignored=(*_EXPERTS_IGNORED, *hf_mixers.IGNORED),
   ),
   "lfm2": Family(
     *("Lfm2ForCausalLM", LFM_2),
-    {
-      "hidden_size": 2560,
-      "intermediate_size": 12_288,
-      "num_hidden_layers": 32,
-      "num_attention_heads": 32,
-      "num_key_value_heads": 8,
-      "vocab_size": 65_536,
-      "max_position_embeddings": 128_000,
-      "norm_eps": 1e-5,
-      "tie_word_embeddings": True,
-      "conv_L_cache": 3,
-      "block_multiple_of": 256,
-      "block_ffn_dim_multiplier": 1.0,
-      "block_auto_adjust_ff_dim": True,
-    },
+    _defaults(
+      *(2560, 12_288, 32, 32, 8, 65_536, 128_000, None),
+      **{"norm_eps": 1e-5, "conv_L_cache": 3, "block_multiple_of": 256},
+      **{"block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True},
+      tie_word_embeddings=True,
+    ),
     (
       *_COMMON[:2],
-      *(field("num_attention_heads", "heads"), parts.KV_HEADS, parts.HEAD_SIZE, parts.SCALE),
+      *(*_HEADS, parts.SCALE),
       *(field("vocab_size", "vocabulary_size"), number("norm_eps", "norm_epsilon")),
-      *(parts.LFM_2_WIDTH, parts.LFM_2_TIED, parts.LFM_2_LAYERS, rope(1_000_000.0)),
+      *(parts.LFM_2_WIDTH, parts.LFM_2_TIED, *hf_mixers.LFM_2, rope(1_000_000.0)),
       parts.only("conv_bias", False),
     ),
     fixed={"query_key_norm": True, "activation": "silu"},
@@ -916,8 +880,8 @@ FAMILIES: dict[str, Family] = {
       *(4096, 14_336, 32, 32, 8, 128_000, 262_144, 1e-5),
       **_MAMBA,
     ),
-    (*_PLAIN, _MLP_BIASES, rope(partial=0.5), hf_mamba.BAMBA, *hf_mamba.PLAIN),
-    ignored=hf_mamba.IGNORED,
+    (*_PLAIN, _MLP_BIASES, rope(partial=0.5), *hf_mixers.BAMBA, *hf_mixers.PLAIN),
+    ignored=hf_mixers.IGNORED,
   ),
   "falcon_h1": Family(
     *("FalconH1ForCausalLM", FALCON_H1),
@@ -936,49 +900,34 @@ FAMILIES: dict[str, Family] = {
         read=lambda factor: 1 / factor,
         write=lambda divisor: 1 / divisor,
       ),
-      *(*hf_mamba.FALCON, *hf_mamba.PLAIN),
+      *(*hf_mixers.FALCON_H1, *hf_mixers.PLAIN),
     ),
-    ignored=hf_mamba.IGNORED,
+    ignored=hf_mixers.IGNORED,
   ),
   "nemotron_h": Family(
     *("NemotronHForCausalLM", NEMOTRON_H),
-    {
-      "vocab_size": 131_072,
-      "hidden_size": 4096,
-      "intermediate_size": 21_504,
-      "num_attention_heads": 32,
-      "num_key_value_heads": 8,
-      "head_dim": 128,
-      "max_position_embeddings": 4096,
-      "layer_norm_epsilon": 1e-5,
-      "mlp_hidden_act": "relu2",
-      "tie_word_embeddings": False,
-      "mamba_num_heads": 128,
-      "mamba_head_dim": 64,
-      "n_groups": 8,
-      "ssm_state_size": 128,
-      "conv_kernel": 4,
-    },
+    _defaults(
+      *(4096, 21_504, None, 32, 8, 131_072, 4096, None),
+      **{"head_dim": 128, "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"},
+      **{"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128},
+      conv_kernel=4,
+    ),
     (
-      *(_STACK[1], _STACK[2], field("num_attention_heads", "heads"), parts.KV_HEADS),
-      *(parts.HEAD_SIZE, parts.SCALE, field("vocab_size", "vocabulary_size")),
+      *(*_STACK[1:], *_HEADS, parts.SCALE, field("vocab_size", "vocabulary_size")),
       number("layer_norm_epsilon", "norm_epsilon"),
       flag("tie_word_embeddings", "tied_embeddings"),
       choice("mlp_hidden_act", "activation", parts.ACTIVATIONS),
-      *(parts.biases(mlp_bias="mlp"), *hf_mamba.NEMOTRON),
+      *(parts.biases(mlp_bias="mlp"), *hf_mixers.NEMOTRON_H),
     ),
     fixed={"gated": False},
-    ignored=hf_mamba.NEMOTRON_IGNORED,
+    ignored=hf_mixers.NEMOTRON_IGNORED,
   ),
   "kimi_linear": Family(
     *("KimiLinearForCausalLM", KIMI_LINEAR),
     {
       **_defaults(2304, 9216, 27, 32, 32, 163_840, None, 1e-5),
       "model_max_length": 1_048_576,
-      "kv_lora_rank": 512,
-      "qk_nope_head_dim": 128,
-      "qk_rope_head_dim": 64,
-      "v_head_dim": 128,
+      **_latent(512, 128),
       "moe_intermediate_size": 1024,
       "num_experts": 256,
       "num_experts_per_token": 8,
@@ -992,7 +941,16 @@ FAMILIES: dict[str, Family] = {
       "linear_conv_kernel_dim": 4,
       "first_k_dense_replace": 1,
     },
-    (*_LATENT_PARTS, *parts.KIMI_LINEAR),
+    (
+      *(*_LATENT_PARTS, hf_mixers.KIMI_LINEAR, parts.LATENT_SCALE, field("num_experts", "experts")),
+      number("routed_scaling_factor", "router_scale"),
+      *(field("num_experts_per_token", "experts_per_token"), parts.EXPERT_WIDTH),
+      parts.shared_experts("num_shared_experts"),
+      *(field("num_expert_group", "router_groups"), field("topk_group", "router_top_groups")),
+      flag("moe_renormalize", "router_normalized"),
+      parts.only("moe_router_activation_func", "sigmoid"),
+      *(parts.only("mla_use_nope", True), parts.only("moe_layer_freq", 1)),
+    ),
     fixed={"attention": "latent", **_CORRECTED},
     # The size of a head follows from others, and nothing is rotated.
     ignored=(
@@ -1006,11 +964,16 @@ FAMILIES: dict[str, Family] = {
     _defaults(
       *(4096, 14_336, 32, 32, 8, 32_000, 131_072, 1e-5),
       num_experts_per_tok=2,
-      **dict.fromkeys(parts.MINIMAX_FACTORS, 1),
+      **dict.fromkeys(hf_mixers.MINIMAX_FACTORS, 1),
     ),
     (
-      *(*_COMMON, parts.SCALE, parts.only("hidden_act", "silu"), parts.WINDOW),
-      *(rope(1_000_000.0), parts.MINIMAX, parts.MINIMAX_LAYERS),
+      *(
+        *_COMMON,
+        parts.SCALE,
+        parts.only("hidden_act", "silu"),
+        parts.only("sliding_window", None),
+      ),
+      *(rope(1_000_000.0), *hf_mixers.MINIMAX),
       *(parts.expert_count(8, "num_local_experts"), *_MIXTURE),
     ),
     fixed={"activation": "silu"},
@@ -1067,7 +1030,7 @@ FAMILIES: dict[str, Family] = {
       norm_topk_prob=True,
     ),
     (
-      *(*_PLAIN, rope(partial=True), parts.GATED_DELTA_LAYERS),
+      *(*_PLAIN, rope(partial=True), *hf_mixers.GATED_DELTA),
       *(parts.expert_count(512, "num_experts"), parts.SPARSE_LAYERS, parts.EXPERTS_PER_TOKEN),
       *(parts.EXPERT_WIDTH, _SHARED_GATE, parts.ROUTER_NORMALIZED),
     ),
@@ -1078,7 +1041,7 @@ FAMILIES: dict[str, Family] = {
   "qwen3_5_text": Family(
     *("Qwen3_5ForCausalLM", QWEN_3_5),
     _defaults(4096, 12_288, 32, 16, 4, 248_320, 32_768, 1e-6, **_LINEAR),
-    (*_PLAIN, rope(partial=True), parts.GATED_DELTA_LAYERS),
+    (*_PLAIN, rope(partial=True), *hf_mixers.GATED_DELTA),
     fixed=_LINEAR_FIXED,
     only=_OUTPUT_GATE,
     ignored=_LINEAR_IGNORED,
@@ -1091,9 +1054,8 @@ FAMILIES: dict[str, Family] = {
       num_experts_per_tok=8,
     ),
     (
-      *(field("num_hidden_layers", "layers"), field("hidden_size", "model_size")),
-      *(field("num_attention_heads", "heads"), parts.KV_HEADS, parts.HEAD_SIZE, *_ENDS),
-      *(parts.SCALE, _SILU, rope(partial=True), parts.GATED_DELTA_LAYERS),
+      *(*_STACK[:2], *_HEADS, *_ENDS),
+      *(parts.SCALE, _SILU, rope(partial=True), *hf_mixers.GATED_DELTA),
       *(parts.expert_count(256, "num_experts"), parts.EXPERTS_PER_TOKEN, parts.EXPERT_WIDTH),
       *(parts.NO_DENSE_WIDTH, _SHARED_GATE),
     ),
@@ -1135,22 +1097,13 @@ FAMILIES: dict[str, Family] = {
     *("DeepseekV3ForCausalLM", DEEPSEEK),
     _defaults(
       *(7168, 18_432, 61, 128, None, 129_280, 4096, 1e-6),
-      **_DEEPSEEK,
-      first_k_dense_replace=3,
-      n_routed_experts=256,
-      n_shared_experts=1,
-      num_experts_per_tok=8,
-      moe_intermediate_size=2048,
-      n_group=8,
-      topk_group=4,
-      norm_topk_prob=True,
-      routed_scaling_factor=2.5,
-      rope_interleave=True,
+      **_latent(512, 128, 1536),
+      **_routed(3, 256, 1, 8, 2048, 8, 4, 2.5, norm_topk_prob=True, rope_interleave=True),
     ),
     (
       *(*_DEEPSEEK_PARTS, parts.INTERLEAVE),
-      parts.behind_dense_layers(
-        *(*_DEEPSEEK_EXPERTS, *parts.ROUTER_GROUPS, parts.ROUTER_NORMALIZED),
+      *parts.behind_dense_layers(
+        *_ROUTED,
         *(parts.only("scoring_func", "sigmoid"), parts.only("topk_method", "noaux_tc")),
         **_CORRECTED,
       ),
@@ -1164,22 +1117,12 @@ FAMILIES: dict[str, Family] = {
       *(4096, 10_944, 46, 96, 8, 151_552, 131_072, 1e-5),
       partial_rotary_factor=0.5,
       use_qk_norm=False,
-      first_k_dense_replace=1,
-      n_routed_experts=128,
-      n_shared_experts=1,
-      num_experts_per_tok=8,
-      moe_intermediate_size=1408,
-      n_group=1,
-      topk_group=1,
-      norm_topk_prob=True,
-      routed_scaling_factor=1.0,
+      **_routed(1, 128, 1, 8, 1408, 1, 1, 1.0, norm_topk_prob=True),
     ),
     (
       *(*_PLAIN, parts.biases(attention_bias="qkv"), rope(partial=True)),
       flag("use_qk_norm", "query_key_norm"),
-      parts.behind_dense_layers(
-        *(*_DEEPSEEK_EXPERTS, *parts.ROUTER_GROUPS, parts.ROUTER_NORMALIZED), **_CORRECTED
-      ),
+      *parts.behind_dense_layers(*_ROUTED, **_CORRECTED),
     ),
     ignored=_DEEPSEEK_IGNORED,
   ),
@@ -1187,28 +1130,15 @@ FAMILIES: dict[str, Family] = {
     *("Mistral4ForCausalLM", MISTRAL_4),
     _defaults(
       *(4096, 12_288, 36, 32, None, 131_072, 1_048_576, 1e-6),
-      **{"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64},
-      **{"qk_rope_head_dim": 64, "v_head_dim": 128},
-      first_k_dense_replace=0,
-      n_routed_experts=128,
-      n_shared_experts=1,
-      num_experts_per_tok=4,
-      moe_intermediate_size=2048,
-      n_group=1,
-      topk_group=1,
-      norm_topk_prob=True,
-      routed_scaling_factor=1.0,
-      rope_interleave=True,
+      **_latent(256, 64, 1024),
+      **_routed(0, 128, 1, 4, 2048, 1, 1, 1.0, norm_topk_prob=True, rope_interleave=True),
     ),
     (
       *(*_LATENT_PARTS, parts.INTERLEAVE),
       parts.tempered(
         *(parts.LATENT_ROPE, _mistral_yarn(1e4, 128.0, 8192), parts.latent_rotary_share)
       ),
-      parts.behind_dense_layers(
-        *(*_DEEPSEEK_EXPERTS, *parts.ROUTER_GROUPS, parts.ROUTER_NORMALIZED),
-        router_group_score="top2",
-      ),
+      *parts.behind_dense_layers(*_ROUTED, router_group_score="top2"),
     ),
     fixed={"attention": "latent"},
     ignored=_DEEPSEEK_IGNORED,
@@ -1228,8 +1158,7 @@ FAMILIES: dict[str, Family] = {
       floor_scale=8192,
     ),
     (
-      *(field("num_hidden_layers", "layers"), field("hidden_size", "model_size")),
-      *(field("num_attention_heads", "heads"), parts.KV_HEADS, parts.HEAD_SIZE, *_ENDS),
+      *(*_STACK[:2], *_HEADS, *_ENDS),
       *(parts.SCALE, _SILU, _BIASES, rope(500_000.0), parts.LLAMA_4_LAYERS),
       flag("use_qk_norm", "query_key_unit_norm"),
       field("intermediate_size_mlp", "feedforward_size"),
@@ -1249,17 +1178,12 @@ FAMILIES: dict[str, Family] = {
     *("DeepseekV2ForCausalLM", dataclasses.replace(DEEPSEEK, further=None)),
     _defaults(
       *(4096, 11_008, 32, 32, None, 102_400, 2048, 1e-6),
-      **_DEEPSEEK,
-      first_k_dense_replace=0,
-      n_routed_experts=64,
-      n_shared_experts=2,
-      moe_intermediate_size=1407,
-      topk_method="greedy",
-      routed_scaling_factor=1.0,
+      **_latent(512, 128, 1536),
+      **_routed(0, 64, 2, None, 1407, None, None, 1.0, topk_method="greedy"),
     ),
     (
       *_DEEPSEEK_PARTS,
-      parts.behind_dense_layers(
+      *parts.behind_dense_layers(
         *(*_DEEPSEEK_EXPERTS, parts.GROUPS_BY_METHOD),
         *(parts.only("scoring_func", "softmax"), parts.only("norm_topk_prob", False)),
         router_normalized=False,

@@ -10,12 +10,12 @@ written.
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from runtime import forms
-from runtime.layer_kinds import BIASES, MIXER, is_sparse, layer_type
+from runtime.layer_kinds import BIASES, is_sparse, layer_type
 from runtime.suggest import nearest
 
 Theirs = Mapping[str, Any]  # of a config.json, missing keys filled in
@@ -35,6 +35,28 @@ class Part:
   keys: tuple[str, ...]
   read: Callable[[Theirs], dict[str, Any]]
   write: Callable[[Ours], dict[str, Any]] = lambda model: {}
+
+
+def all_of(*parts: Part) -> Part:
+  """Returns parts as one."""
+
+  def read(theirs: Theirs) -> dict[str, Any]:
+    return {key: value for part in parts for key, value in part.read(theirs).items()}
+
+  def write(model: Ours) -> dict[str, Any]:
+    return {key: value for part in parts for key, value in part.write(model).items()}
+
+  return Part(tuple(key for part in parts for key in part.keys), read, write)
+
+
+def when(reads: Callable[[Theirs], bool], writes: Callable[[Ours], bool], *parts: Part) -> Part:
+  """Returns parts as one, of models and files of which these functions say so."""
+  one = all_of(*parts)
+  return Part(
+    one.keys,
+    lambda theirs: one.read(theirs) if reads(theirs) else {},
+    lambda model: one.write(model) if writes(model) else {},
+  )
 
 
 def short(value: Any) -> str:
@@ -221,7 +243,7 @@ GPT_2_HEADS = Part(
   },
 )
 
-# ------------------------------ windows and layer types ------------------------------
+# ------------------------------ layer types and windows ------------------------------
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -232,6 +254,46 @@ def types_of(ours: Ours) -> tuple[str, ...]:
   return tuple(layer_type(model, layer) for layer in range(ours["layers"]))
 
 
+def named_layers(
+  theirs: Theirs,
+  names: Mapping[str, str],
+  unlisted: Callable[[int], str],
+  key: str = "layer_types",
+) -> list[str]:
+  """Returns our type of each layer.
+
+  Args:
+    theirs: a config.json.
+    names: of types there -> ours.
+    unlisted: gives the name of a layer's type, counted from 0, where the file does not list them.
+    key: of the list.
+
+  Raises:
+    ValueError: a name that is not known, or not one for each layer.
+  """
+  layers = value_of(theirs, "num_hidden_layers")
+  kinds = theirs.get(key)
+  if kinds is None:
+    kinds = [unlisted(layer) for layer in range(layers)]
+  if len(kinds) != layers or not {*kinds} <= {*names}:
+    raise ValueError(
+      f"{key}={short(kinds)}: one of {', '.join(names)} for each of the {layers} layers is needed"
+    )
+  return [names[one] for one in kinds]
+
+
+def of_types(types: Sequence[str], window: int = 0) -> dict[str, Any]:
+  """Returns the keys of `model` for layers of these types; without a window all are full."""
+  if not window:
+    types = [one.replace("sliding", "full") for one in types]
+  window *= any(one.startswith("sliding") for one in types)
+  every = types.index("full") + 1 if window and "full" in types else 0
+  found = {"window": window, "global_every": every, "layer_types": ()}
+  if types_of({**found, "layers": len(types)}) == (*types,):
+    return found
+  return {**found, "global_every": 0, "layer_types": (*types,)}
+
+
 # All layers have the window, or none.
 WINDOW = field("sliding_window", "window", null=lambda theirs: 0, write=_or_null)
 
@@ -240,36 +302,6 @@ def _window(theirs: Theirs) -> int:
   """Returns the window of the layers that have one; 0: none has."""
   used = value_of(theirs, "use_sliding_window", forms.FLAG) if "use_sliding_window" in theirs else 1
   return WINDOW.read(theirs)["window"] if used else 0
-
-
-def _by_layer(theirs: Theirs, full: list[bool]) -> dict[str, Any]:
-  """Returns the keys of `model` for the attention of each layer.
-
-  Args:
-    theirs: a config.json, which may have `layer_types`.
-    full: whether each layer has no window, where the file does not list them.
-
-  Raises:
-    ValueError: layer types that are not known, or not one for each layer.
-  """
-  kinds = theirs.get("layer_types")
-  if kinds is not None:
-    if len(kinds) != len(full):
-      raise ValueError(
-        f"layer_types={short(kinds)}: one for each of the {len(full)} layers is needed"
-      )
-    for kind in dict.fromkeys(kinds):
-      if kind not in (FULL, SLIDING):
-        raise ValueError(f"layer_types: {short(kind)}: one of {FULL}, {SLIDING} is needed")
-    full = [kind == FULL for kind in kinds]
-  window, every = _window(theirs), (full.index(True) if True in full else -1) + 1
-  if all(full) or not window:
-    return {"window": 0, "global_every": 0, "layer_types": ()}
-  found = {"window": window, "global_every": every, "layer_types": ()}
-  if not every or all(one == (n % every == 0) for n, one in enumerate(full, 1)):
-    return found
-  types = tuple("full" if one else "sliding" for one in full)
-  return {**found, "global_every": 0, "layer_types": types}
 
 
 def _write_by_layer(model: Ours) -> dict[str, Any]:
@@ -285,28 +317,32 @@ def _write_by_layer(model: Ours) -> dict[str, Any]:
   }
 
 
-def _windows(read: Callable[[Theirs], dict[str, Any]], *more: str, listed: bool = True) -> Part:
-  """Returns the part of windows, with some keys besides the common ones."""
-  keys = ("sliding_window", *(["layer_types"] if listed else []), *more)
+def _windows(read: Callable[[Theirs], dict[str, Any]], *keys: str) -> Part:
+  """Returns the part of windows, with some keys besides that of the window."""
+  keys = ("sliding_window", *keys)
   return Part(
     keys, read, lambda model: {k: v for k, v in _write_by_layer(model).items() if k in keys}
   )
 
 
 # All layers, as WINDOW: mixtures of Qwen 3, unlike its dense models.
-QWEN_3_MOE_WINDOW = _windows(
-  lambda theirs: {"window": _window(theirs)}, "use_sliding_window", listed=False
-)
+QWEN_3_MOE_WINDOW = _windows(lambda theirs: {"window": _window(theirs)}, "use_sliding_window")
+
+
+def _windowed(theirs: Theirs, full: Callable[[int], bool]) -> list[str]:
+  """Returns the types of layers; where they are not listed, `full` says which have no window."""
+  names = {FULL: "full", SLIDING: "sliding"}
+  return named_layers(theirs, names, lambda layer: FULL if full(layer) else SLIDING)
 
 
 def _read_qwen(theirs: Theirs) -> dict[str, Any]:
   """In the layers from max_window_layers on."""
-  layers = value_of(theirs, "num_hidden_layers")
-  first = value_of(theirs, "max_window_layers", forms.COUNT) if _window(theirs) else layers
-  return _by_layer(theirs, [layer < first for layer in range(layers)])
+  window = _window(theirs)
+  first = value_of(theirs, "max_window_layers", forms.COUNT) if window else 0
+  return of_types(_windowed(theirs, lambda layer: layer < first), window)
 
 
-QWEN_WINDOW = _windows(_read_qwen, "use_sliding_window", "max_window_layers")
+QWEN_WINDOW = _windows(_read_qwen, "layer_types", "use_sliding_window", "max_window_layers")
 
 
 def alternating(every: int, *names: str) -> Part:
@@ -319,60 +355,58 @@ def alternating(every: int, *names: str) -> Part:
 
   def read(theirs: Theirs) -> dict[str, Any]:
     given = next((value_of(theirs, name) for name in names if name in theirs), every)
-    layers = value_of(theirs, "num_hidden_layers")
-    return _by_layer(theirs, [layer % given == 0 for layer in range(1, layers + 1)])
+    return of_types(_windowed(theirs, lambda layer: (layer + 1) % given == 0), _window(theirs))
 
-  return _windows(read, *names)
+  return _windows(read, "layer_types", *names)
+
+
+_ROTATED = "no_rope_layers"  # 1: it has rotary positions
 
 
 def _rotated(theirs: Theirs) -> list[bool]:
   """Returns whether each layer has rotary positions."""
-  rotated, layers = theirs.get("no_rope_layers"), value_of(theirs, "num_hidden_layers")
+  rotated, layers = theirs.get(_ROTATED), value_of(theirs, "num_hidden_layers")
   if rotated is None:
     every = value_of(theirs, "no_rope_layer_interval")
     return [layer % every != 0 for layer in range(1, layers + 1)]
   if len(rotated) != layers or not {*rotated} <= {0, 1}:
     raise ValueError(
-      f"no_rope_layers={short(rotated)}: 0 or 1 for each of the {layers} layers is needed"
+      f"{_ROTATED}={short(rotated)}: 0 or 1 for each of the {layers} layers is needed"
     )
   return [bool(one) for one in rotated]
 
 
-def _with_unrotated(found: Ours, rotated: list[bool]) -> dict[str, Any]:
-  """Returns the keys of `_by_layer` where some layers have no rotary positions."""
-  if all(rotated):
-    return {**found}
-  types = types_of({**found, "layers": len(rotated)})
-  types = [one if rope else f"{one}_unrotated" for one, rope in zip(types, rotated, strict=True)]
-  return {**found, "global_every": 0, "layer_types": tuple(types)}
+def _unrotated(types: list[str], rotated: list[bool]) -> list[str]:
+  """Returns types of layers, some of which have no rotary positions."""
+  pairs = zip(types, rotated, strict=True)
+  return [one if rope else f"{one}_unrotated" for one, rope in pairs]
 
 
 def _read_smollm_3(theirs: Theirs) -> dict[str, Any]:
   """SmolLM 3: layers without rotary positions, which may have a window."""
   rotated = _rotated(theirs)
-  return _with_unrotated(_by_layer(theirs, rotated), rotated)
+  types = _windowed(theirs, lambda layer: rotated[layer])
+  return of_types(_unrotated(types, rotated), _window(theirs))
 
 
 SMOLLM_3 = _windows(
-  _read_smollm_3, "use_sliding_window", "no_rope_layers", "no_rope_layer_interval"
+  *(_read_smollm_3, "layer_types", "use_sliding_window", _ROTATED, "no_rope_layer_interval")
 )
 
 # ------------------------------ of Llama 4 ------------------------------
 
 _CHUNKED, _CHUNK = "chunked_attention", "attention_chunk_size"
+_TEMPERED, _TEMPERATURE = "attn_temperature_tuning", ("attn_scale", "floor_scale")
 
 
 def _read_llama_4_layers(theirs: Theirs) -> dict[str, Any]:
   """Returns which layers rotate, which see chunks, and how scores of the others grow."""
-  rotated = _rotated({**theirs, "no_rope_layers": theirs.get("no_rope_layers") or None})
-  kinds = theirs.get("layer_types") or [_CHUNKED if one else FULL for one in rotated]
-  if unknown := [kind for kind in kinds if kind not in (_CHUNKED, FULL)]:
-    raise ValueError(f"layer_types: {short(unknown[0])}: one of {_CHUNKED}, {FULL} is needed")
-  window = value_of(theirs, _CHUNK) if _CHUNKED in kinds else None
-  kinds = [SLIDING if kind == _CHUNKED else kind for kind in kinds]
-  found = _by_layer({**theirs, "layer_types": kinds, "sliding_window": window}, rotated)
-  found = {**_with_unrotated(found, rotated), "window_chunks": bool(window)}
-  if not all(rotated) and theirs.get("attn_temperature_tuning"):
+  rotated = _rotated({**theirs, _ROTATED: theirs.get(_ROTATED) or None})
+  names = {_CHUNKED: "sliding", FULL: "full"}
+  types = named_layers(theirs, names, lambda layer: _CHUNKED if rotated[layer] else FULL)
+  window = value_of(theirs, _CHUNK) if "sliding" in types else 0
+  found = {**of_types(_unrotated(types, rotated), window), "window_chunks": bool(window)}
+  if not all(rotated) and theirs.get(_TEMPERED):
     strength = value_of(theirs, "attn_scale", forms.ABOVE_0)
     found["attention_temperature"] = "unrotated", strength, value_of(theirs, "floor_scale")
   return found
@@ -380,20 +414,18 @@ def _read_llama_4_layers(theirs: Theirs) -> dict[str, Any]:
 
 def _write_llama_4_layers(model: Ours) -> dict[str, Any]:
   found = _write_by_layer(model)
-  kinds = [_CHUNKED if kind == SLIDING else kind for kind in found["layer_types"]]
-  written = {"no_rope_layers": found["no_rope_layers"], "layer_types": kinds}
-  if model["window_chunks"]:
-    written[_CHUNK] = model["window"]
   layers, *numbers = model["attention_temperature"] or ("",)
-  written["attn_temperature_tuning"] = layers == "unrotated"
-  return written | dict(zip(("attn_scale", "floor_scale"), numbers, strict=False))
+  return {
+    _ROTATED: found[_ROTATED],
+    "layer_types": [_CHUNKED if kind == SLIDING else kind for kind in found["layer_types"]],
+    **({_CHUNK: model["window"]} if model["window_chunks"] else {}),
+    _TEMPERED: layers == "unrotated",
+    **dict(zip(_TEMPERATURE, numbers, strict=False)),
+  }
 
 
 LLAMA_4_LAYERS = Part(
-  (
-    *("no_rope_layers", "no_rope_layer_interval", "layer_types", _CHUNK),
-    *("attn_temperature_tuning", "attn_scale", "floor_scale"),
-  ),
+  (_ROTATED, "no_rope_layer_interval", "layer_types", _CHUNK, _TEMPERED, *_TEMPERATURE),
   _read_llama_4_layers,
   _write_llama_4_layers,
 )
@@ -435,187 +467,6 @@ LFM_2_TIED = Part(
   lambda model: {"tie_word_embeddings": model["tied_embeddings"]},
 )
 
-
-# ------------------------------ mixers ------------------------------
-
-
-def mixer_layers(
-  kind: str,
-  mixer: str,
-  sizes: Mapping[str, str],
-  *more: str,
-  full: Callable[[Theirs, int], bool],
-) -> Part:
-  """Returns the part of models of which some layers have a mixer in place of attention.
-
-  Args:
-    kind: of these layers, in `layer_types`.
-    mixer: `model.mixer`.
-    sizes: key -> ours, of its sizes.
-    *more: keys that `full` reads.
-    full: whether a layer has attention, where a file does not list them.
-  """
-
-  def read(theirs: Theirs) -> dict[str, Any]:
-    layers, kinds = value_of(theirs, "num_hidden_layers"), theirs.get("layer_types")
-    if kinds is None:
-      kinds = [FULL if full(theirs, layer) else kind for layer in range(layers)]
-    if len(kinds) != layers or not {*kinds} <= {FULL, kind}:
-      raise ValueError(
-        f"layer_types={short(kinds)}: {FULL} or {kind} for each of the {layers} layers is needed"
-      )
-    if kind not in kinds:
-      return {}
-    return {
-      "mixer": mixer,
-      "layer_types": tuple("full" if one == FULL else MIXER for one in kinds),
-      **{ours: value_of(theirs, key) for key, ours in sizes.items()},
-    }
-
-  def write(model: Ours) -> dict[str, Any]:
-    kinds = [kind if one == MIXER else f"{one}_attention" for one in types_of(model)]
-    found = {key: model[ours] for key, ours in sizes.items()} if kind in kinds else {}
-    return {"layer_types": kinds, **found}
-
-  return Part(("layer_types", *sizes, *more), read, write)
-
-
-def _is_listed(theirs: Theirs, layer: int) -> bool:
-  return theirs.get("full_attn_idxs") is None or layer in theirs["full_attn_idxs"]
-
-
-def _is_last_of_some(theirs: Theirs, layer: int) -> bool:
-  return (layer + 1) % value_of(theirs, "full_attention_interval") == 0
-
-
-LFM_2_LAYERS = mixer_layers(
-  *("conv", "short_convolution", {"conv_L_cache": "convolution_size"}, "full_attn_idxs"),
-  full=_is_listed,
-)
-LINEAR = {
-  "linear_conv_kernel_dim": "convolution_size",
-  "linear_num_value_heads": "mixer_heads",
-  "linear_num_key_heads": "mixer_key_heads",
-  "linear_key_head_dim": "mixer_head_size",
-  "linear_value_head_dim": "mixer_value_head_size",
-}
-GATED_DELTA_LAYERS = mixer_layers(
-  *("linear_attention", "gated_delta", LINEAR, "full_attention_interval"), full=_is_last_of_some
-)
-
-# ------------------------------ of Kimi Linear ------------------------------
-
-_NESTED, _DENSE, _KINDS = "linear_attn_config", "first_k_dense_replace", "mlp_layer_types"
-_KIMI_SIZES = {
-  "linear_head_dim": ("mixer_head_size", "mixer_value_head_size"),
-  "linear_num_heads": ("mixer_heads", "mixer_key_heads"),
-  "linear_conv_kernel_dim": ("convolution_size",),
-}
-# Theirs in the object of published files -> of transformers.
-_KIMI_NESTED = {
-  "head_dim": "linear_head_dim",
-  "num_heads": "linear_num_heads",
-  "short_conv_kernel_size": "linear_conv_kernel_dim",
-}
-_KIMI_LAYERS = mixer_layers(
-  *("linear_attention", "kimi_delta", {}),
-  full=lambda theirs, layer: (
-    layer + 1 in theirs[_NESTED]["full_attn_layers"]
-    if (theirs.get(_NESTED) or {}).get("full_attn_layers")
-    else layer > 0 and layer % 4 == 0
-  ),
-)
-
-
-def _read_kimi(theirs: Theirs) -> dict[str, Any]:
-  """In the notation of the published files, whose layers count from 1, or of transformers."""
-  nested = {
-    _KIMI_NESTED[key]: x for key, x in (theirs.get(_NESTED) or {}).items() if key in _KIMI_NESTED
-  }
-  theirs = {**theirs, **nested}
-  found, layers = _KIMI_LAYERS.read(theirs), value_of(theirs, "num_hidden_layers")
-  types = found.get("layer_types", ("full",))
-  found["layer_types"] = tuple("full_unrotated" if one == "full" else one for one in types)
-  for key, names in _KIMI_SIZES.items():
-    found |= dict.fromkeys(names, value_of(theirs, key))
-  dense = value_of(theirs, _DENSE, forms.whole(0))
-  kinds = theirs.get(_KINDS) or ["dense" if n < dense else "sparse" for n in range(layers)]
-  if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
-    raise ValueError(f"{_KINDS}={short(kinds)}: dense or sparse for each of the {layers} layers")
-  return {**found, "mlp_only_layers": tuple(n for n, one in enumerate(kinds) if one == "dense")}
-
-
-def _write_kimi(model: Ours) -> dict[str, Any]:
-  kinds = ["linear_attention" if one == MIXER else FULL for one in types_of(model)]
-  sparse = ["sparse" if one else "dense" for one in sparse_of(model)]
-  return {
-    **{key: model[names[0]] for key, names in _KIMI_SIZES.items()},
-    **{"layer_types": kinds, _KINDS: sparse, _DENSE: (*sparse, "sparse").index("sparse")},
-    _NESTED: {
-      **{ours: model[_KIMI_SIZES[key][0]] for ours, key in _KIMI_NESTED.items()},
-      "full_attn_layers": [n for n, one in enumerate(kinds, 1) if one == FULL],
-      "kda_layers": [n for n, one in enumerate(kinds, 1) if one != FULL],
-    },
-  }
-
-
-KIMI_LINEAR = (
-  Part((*_KIMI_LAYERS.keys, *_KIMI_SIZES, _NESTED, _DENSE, _KINDS), _read_kimi, _write_kimi),
-  field("num_experts", "experts"),
-  number("routed_scaling_factor", "router_scale"),
-  field("num_experts_per_token", "experts_per_token"),
-  field("moe_intermediate_size", "expert_feedforward_size"),
-  Part(
-    ("num_shared_experts",),
-    lambda theirs: {
-      "shared_feedforward_size": value_of(theirs, "moe_intermediate_size")
-      * value_of(theirs, "num_shared_experts")
-    },
-    lambda model: {
-      "num_shared_experts": model["shared_feedforward_size"] // model["expert_feedforward_size"]
-    },
-  ),
-  *(field("num_expert_group", "router_groups"), field("topk_group", "router_top_groups")),
-  flag("moe_renormalize", "router_normalized"),
-  *(only("moe_router_activation_func", "sigmoid"), only("mla_use_nope", True)),
-  only("moe_layer_freq", 1),
-  Part(
-    (),
-    lambda theirs: {"attention_scale": _latent_head_size(theirs) ** -0.5},
-  ),
-)
-
-# ------------------------------ of MiniMax-01 ------------------------------
-
-_MINIMAX_PARTS = ("full_attn", "linear_attn", "mlp")
-MINIMAX_FACTORS = tuple(f"{x}_{of}_factor" for of in ("alpha", "beta") for x in _MINIMAX_PARTS)
-MINIMAX_LAYERS = mixer_layers(
-  "linear_attention", "lightning", {}, full=lambda _, layer: layer % 2 == 0
-)
-
-
-def _read_minimax(theirs: Theirs) -> dict[str, Any]:
-  """The factors of all parts, and heads of lightning attention, as many as of attention."""
-  numbers = [value_of(theirs, key, forms.ABOVE_0) for key in MINIMAX_FACTORS]
-  for keys, each in ((MINIMAX_FACTORS[:3], numbers[:3]), (MINIMAX_FACTORS[3:], numbers[3:])):
-    if len({*each}) > 1:
-      raise ValueError(f"{', '.join(keys)}={short(each)}: those of all parts are equal here")
-  heads, size = value_of(theirs, "num_attention_heads"), head_size_of(theirs)
-  return {
-    **{"normed_residual": float(numbers[0]), "residual_multiplier": float(numbers[3])},
-    **dict.fromkeys(("mixer_heads", "mixer_key_heads"), heads),
-    **dict.fromkeys(("mixer_head_size", "mixer_value_head_size"), size),
-  }
-
-
-MINIMAX = Part(
-  MINIMAX_FACTORS,
-  _read_minimax,
-  lambda model: {
-    key: model["normed_residual" if "alpha" in key else "residual_multiplier"]
-    for key in MINIMAX_FACTORS
-  },
-)
 
 # ------------------------------ rotary positions ------------------------------
 
@@ -933,17 +784,17 @@ def tempered(part: Part, unstated: Mapping[str, Any], share: Callable[[Theirs], 
 # ------------------------------ multi-head latent attention ------------------------------
 
 
-def _latent_head_size(theirs: Theirs) -> int:
+def latent_head_size(theirs: Theirs) -> int:
   return sum(value_of(theirs, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
 
 
 def latent_rotary_share(theirs: Theirs) -> float:
   """Returns the part of a head that is rotated."""
-  return value_of(theirs, "qk_rope_head_dim") / _latent_head_size(theirs)
+  return value_of(theirs, "qk_rope_head_dim") / latent_head_size(theirs)
 
 
 def _read_latent_heads(theirs: Theirs) -> dict[str, Any]:
-  heads, size = value_of(theirs, "num_attention_heads"), _latent_head_size(theirs)
+  heads, size = value_of(theirs, "num_attention_heads"), latent_head_size(theirs)
   if theirs.get("num_key_value_heads") not in (None, heads):
     raise ValueError(
       f"num_key_value_heads={short(theirs['num_key_value_heads'])}: each of the {heads} heads has "
@@ -985,6 +836,8 @@ INTERLEAVE = field(
   write=lambda pairs: pairs == "adjacent",
 )
 
+LATENT_SCALE = Part((), lambda theirs: {"attention_scale": latent_head_size(theirs) ** -0.5})
+
 _PLAIN_ROPE = rope()
 
 
@@ -994,7 +847,7 @@ def _read_latent_rope(theirs: Theirs) -> dict[str, Any]:
   given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
   share = given.get("mscale_all_dim") if found["rotary_scaling"] else None
   factor = yarn_factor(_number(given, "factor"), share) if share else 1.0
-  return {**found, "attention_scale": _latent_head_size(theirs) ** -0.5 * factor**2}
+  return {**found, "attention_scale": latent_head_size(theirs) ** -0.5 * factor**2}
 
 
 def _write_latent_rope(model: Ours) -> dict[str, Any]:
@@ -1112,45 +965,40 @@ LLAMA_4_EXPERTS = Part(
 _FIRST_SPARSE = "first_k_dense_replace"
 
 
-def behind_dense_layers(*parts: Part, **fixed: Any) -> Part:
-  """Returns DeepSeek's parts of experts as one; a model may also have dense layers alone.
+def behind_dense_layers(*parts: Part, **fixed: Any) -> tuple[Part, Part]:
+  """Returns DeepSeek's parts of experts; a model may also have dense layers alone.
 
   Args:
     *parts: of models with experts.
     **fixed: keys of `model` that are the same in all of these.
   """
 
-  def read(theirs: Theirs) -> dict[str, Any]:
-    dense = value_of(theirs, _FIRST_SPARSE, forms.whole(0))
-    if dense >= value_of(theirs, "num_hidden_layers"):
-      return {}
-    found = {**fixed, "dense_layers": dense}
-    for part in parts:
-      found |= part.read(theirs)
-    return found
+  def has_experts(theirs: Theirs) -> bool:
+    return dense(theirs) < value_of(theirs, "num_hidden_layers")
 
-  def write(model: Ours) -> dict[str, Any]:
-    if not model["experts"]:
-      return {_FIRST_SPARSE: model["layers"]}
-    found = {_FIRST_SPARSE: model["dense_layers"]}
-    for part in parts:
-      found |= part.write(model)
-    return found
+  def dense(theirs: Theirs) -> int:
+    return value_of(theirs, _FIRST_SPARSE, forms.whole(0))
 
-  return Part((_FIRST_SPARSE, *(key for part in parts for key in part.keys)), read, write)
+  count = Part(
+    (_FIRST_SPARSE,),
+    lambda theirs: {"dense_layers": dense(theirs)} if has_experts(theirs) else {},
+    lambda model: {_FIRST_SPARSE: model["dense_layers" if model["experts"] else "layers"]},
+  )
+  constant = Part((), lambda theirs: fixed)
+  return count, when(has_experts, lambda model: model["experts"], constant, *parts)
 
 
-# As wide as so many experts.
-SHARED_EXPERTS = Part(
-  ("n_shared_experts",),
-  lambda theirs: {
-    "shared_feedforward_size": value_of(theirs, "moe_intermediate_size")
-    * (theirs.get("n_shared_experts") or 0)
-  },
-  lambda model: {
-    "n_shared_experts": model["shared_feedforward_size"] // model["expert_feedforward_size"]
-  },
-)
+def shared_experts(key: str) -> Part:
+  """Returns the part of how many experts a shared one is as wide as."""
+  return Part(
+    (key,),
+    lambda theirs: {
+      "shared_feedforward_size": value_of(theirs, "moe_intermediate_size") * (theirs.get(key) or 0)
+    },
+    lambda model: {key: model["shared_feedforward_size"] // model["expert_feedforward_size"]},
+  )
+
+
 ROUTER_GROUPS = (field("n_group", "router_groups"), field("topk_group", "router_top_groups"))
 _METHODS = ("greedy", "group_limited_greedy")
 

@@ -316,6 +316,7 @@ def test_lfm2s_file_is_its_preset():
 GEMMA_3 = {**LLAMA, "model_type": "gemma3_text", "num_key_value_heads": 2}
 BAMBA = {**LLAMA, "model_type": "bamba", "mamba_n_heads": 8, "mamba_expand": 2}
 GRANITE_4 = {**LLAMA, "model_type": "granitemoehybrid", "mamba_n_heads": 8, "num_local_experts": 0}
+MINIMAX = {**LLAMA, "model_type": "minimax", "num_key_value_heads": 2}
 REFUSED = [
   (GRANITE_4, {"num_local_experts": -1}, "num_local_experts=-1: a whole number"),
   (GRANITE_4, {"layer_types": ["mamba", "conv"]}, "for each of the 2 layers is needed"),
@@ -324,7 +325,8 @@ REFUSED = [
   (BAMBA, {"time_step_limit": [0.5]}, "the smallest and the largest step are needed"),
   (BAMBA, {"partial_rotary_factor": 1.0}, "partial_rotary_factor=1.0: it is 0.5"),
   (LFM_2, {"conv_bias": True}, "conv_bias=True: only False is read"),
-  (LFM_2, {"layer_types": ["conv"] * 15 + ["mamba"]}, "full_attention or conv for each of the 16"),
+  (LFM_2, {"layer_types": ["conv"] * 15 + ["mamba"]}, "conv, full_attention for each of the 16"),
+  (MINIMAX, {"sliding_window": 3}, "sliding_window=3: only None is read"),
   (
     GEMMA_3,
     {"attn_logit_softcapping": 2.0},
@@ -357,7 +359,7 @@ REFUSED = [
   ),
   (GPT_OSS, {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0: "),
   (LLAMA_4, {"num_experts_per_tok": 2}, "num_experts_per_tok=2: only 1 is read"),
-  (LLAMA_4, {"layer_types": ["sliding_attention"] * 4}, "'sliding_attention': one of chunked_att"),
+  (LLAMA_4, {"layer_types": ["sliding_attention"] * 4}, "one of chunked_attention, full_attention"),
   (LLAMA_4, {"moe_layers": []}, "moe_layers=[]: none of the 4 layers has experts"),
   (LLAMA_4, {"attention_chunk_size": None}, "attention_chunk_size=None: a whole number of at lea"),
   (
