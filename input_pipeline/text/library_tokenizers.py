@@ -43,7 +43,6 @@ _FORM = {
   "added_tokens": OrNull([Needs({"id": COUNT, "content": TEXT}, {"special": FLAG})]),
   "decoder": OrNull(Needs({"type": TEXT}, {"decoders": [_TYPE]})),
 }
-_BATCH = 2**20
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LISTED = ("additional_special_tokens", "extra_special_tokens")
 
@@ -107,12 +106,10 @@ class JsonTokenizer:
 
   def encode(self, texts):
     """Returns the ids of each text, uint32[N], without BOS and end; see the protocol."""
-    ids = []
-    for batch in _batches([tokenizer_files.as_str(text) for text in texts]):
-      with _refusing("cannot encode a text with", self.name):
-        encodings = self._encoder.encode_batch_fast(batch, add_special_tokens=False)
-      ids += [np.array(encoding.ids, np.uint32) for encoding in encodings]
-    return ids
+    texts = [tokenizer_files.as_str(text) for text in texts]
+    with _refusing("cannot encode a text with", self.name):
+      encodings = self._encoder.encode_batch_fast(texts, add_special_tokens=False)
+    return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
   def encode_template(self, text):
     """Returns ids uint32[N] and offsets int64[N, 2], special tokens recognized by name."""
@@ -162,16 +159,6 @@ def _surroundings(library: "tokenizers.Tokenizer", path) -> tuple[list[int], lis
     if full[start : start + len(bare)] == bare:
       return full[:start], full[start + len(bare) :]
   return [], []
-
-
-def _batches(texts: list[str]) -> Iterator[list[str]]:
-  """Yields the texts in lists of about _BATCH characters; encodings take memory while they last."""
-  start, size = 0, 0
-  for number, text in enumerate(texts, 1):
-    size += len(text)
-    if size >= _BATCH or number == len(texts):
-      yield texts[start:number]
-      start, size = number, 0
 
 
 # ------------------------------ the file ------------------------------

@@ -76,12 +76,6 @@ def test_bad_rows_of_a_text_get_weight_0_and_all_others_stay(text):
   assert source.fingerprint == opened(text(0)).fingerprint, "the list is no part of the data"
 
 
-def test_bad_rows_of_images_get_weight_0_and_all_others_stay(images):
-  data = images(50)
-  whole = damage(data, BAD_IMAGES)
-  is_without(opened(data), BAD_IMAGES, whole)
-
-
 def test_every_process_knows_the_same_ones(text, monkeypatch):
   data = text(5)
   whole = damage(data, BAD)

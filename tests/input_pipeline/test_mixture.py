@@ -64,16 +64,6 @@ def test_an_unreadable_row_keeps_its_number():
   assert raised.value.rows == {23: "torn"}
 
 
-def test_batches_have_each_source_s_share_at_every_step():
-  source = combine("mixture", sources(), stages=STAGES, maximum_epochs=dict.fromkeys(SIZES, 0))
-  training = TrainingBatches(source, global_batch_size=4, seed=0)
-  taken = np.zeros(3)
-  for step in range(50):
-    values = source.read(training.row_ids(step))["values"]
-    taken += np.bincount(values // 1000, minlength=3)
-    assert np.abs(taken - 4 * (step + 1) * np.array([0.5, 0.25, 0.25])).max() < 1
-
-
 def test_a_source_that_the_run_would_exhaust_is_refused_with_the_numbers():
   limits = {"web": 1, "code": 0, "books": 2}
   source = combine("mixture", sources(), stages=STAGES, maximum_epochs=limits)

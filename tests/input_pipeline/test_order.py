@@ -38,18 +38,6 @@ def test_each_source_has_its_share_to_within_one_row_at_every_row(seed):
     assert order.counts(index).tolist() == ([0] * count, counts_NK[index - 1].tolist())[index > 0]
 
 
-def test_any_part_of_the_order_is_the_same_however_it_is_reached():
-  shares = [0.5, 0.3, 0.2]
-  straight = Interleaving(shares).sources(0, 20_000)
-  for first, stop in ((19_990, 20_000), (4000, 8200), (0, 1)):
-    assert Interleaving(shares).sources(first, stop).tolist() == straight[first:stop].tolist()
-
-
-def test_two_equal_sources_alternate():
-  sources = Interleaving([0.5, 0.5]).sources(0, 8)
-  assert sorted(sources[:2]) == sorted(sources[2:4]) == [0, 1]
-
-
 def test_the_order_begins_again_after_a_period(monkeypatch):
   monkeypatch.setattr("input_pipeline.mixture.PERIOD", 8192)
   order = Interleaving([0.7, 0.2, 0.1])

@@ -1,6 +1,5 @@
 """Which rows a step takes: of any batch sizes one after the other, and where some are skipped."""
 
-import itertools
 import json
 
 import numpy as np
@@ -75,26 +74,6 @@ def test_the_rows_over_several_epochs(numbered, rows, shuffle):
     assert source.row_ids(step, given).tolist() == left[taken : taken + size]
     taken += size
   assert taken > 60, "it has crossed the border"
-
-
-def test_a_run_with_one_batch_size_takes_its_batches_one_after_the_other(numbered):
-  source = batches.TrainingBatches(numbered(21), global_batch_size=8, seed=3)
-  plain = Position.start(8)
-  skipping = plain.skipping([(16, 24), (40, 48)])
-  left = [index for index in range(20) if index not in (2, 5)]
-  for step in range(10):
-    assert source.row_ids(step).tolist() == source.row_ids(step, plain).tolist()
-    assert source.row_ids(left[step]).tolist() == source.row_ids(step, skipping).tolist()
-
-
-def test_what_is_skipped_later_changes_no_step_before():
-  sizes = {0: 8, 3: 4, 6: 12}
-  for one, two in itertools.combinations([(8, 16), (20, 30), (28, 44), (50, 51)], 2):
-    before, after = told(sizes, [one]), told(sizes, [one, two])
-    for step in range(10):
-      if before.rows(step)[-1][1] <= two[0]:
-        assert after.rows(step) == before.rows(step)
-      assert not any(a < two[1] and two[0] < b for a, b in after.rows(step))
 
 
 def test_changing_the_batch_size_twice_at_the_same_step_or_back_leaves_one_phase():

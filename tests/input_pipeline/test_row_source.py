@@ -18,16 +18,6 @@ def normal(config):
   return make
 
 
-def test_random_normal_fields(normal):
-  source = normal()
-  rows = source.read(np.array([3, 3, 39]))
-  assert {field: (a.shape[1:], a.dtype) for field, a in rows.items()} == source.fields
-  assert source.fields["inputs"] == ((5,), np.dtype(np.float32))
-  assert source.fields["targets"] == ((3,), np.dtype(np.float32))
-  np.testing.assert_array_equal(rows["weights"], 1)
-  np.testing.assert_array_equal(rows["inputs"][0], rows["inputs"][1])
-
-
 def test_random_normal_is_the_same_everywhere(normal):
   row = normal().read(np.array([0]))
   # The first draws of NumPy's Philox with key 7.
@@ -45,15 +35,6 @@ def test_random_normal_depends_on_the_seed_alone(normal):
     longer.read(everything)["inputs"], normal().read(everything)["inputs"]
   )
   assert longer.fingerprint != normal().fingerprint
-
-
-def test_the_fingerprint_distinguishes_rows(config, tiny_text):
-  prints = [
-    row_source.open_source(config(tiny_text, sequence_length=length), "train", seed).fingerprint
-    for length, seed in ((16, 0), (16, 1), (7, 0))
-  ]
-  assert prints[0] == prints[1] != prints[2]
-  assert len(prints[0]) == 64
 
 
 def test_tokens_of_arrays_must_be_in_the_vocabulary():

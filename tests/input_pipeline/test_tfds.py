@@ -3,7 +3,6 @@
 import ast
 import collections
 import pathlib
-import platform
 import sys
 import tempfile
 
@@ -34,11 +33,6 @@ def test_python_source_is_the_library_without_its_tests(data_dir):
 def test_python_source_holds_out_about_a_twentieth(data_dir):
   counts = {s: len(_examples(data_dir, "python_source", s)) for s in ("train", "test")}
   assert 0.03 < counts["test"] / sum(counts.values()) < 0.07
-
-
-def test_python_source_names_its_python(config):
-  source = row_source.open_source(config("python_source"), "test", seed=0)
-  assert source.name == f"python_source/cpython-{platform.python_version()}:1.0.0 test"
 
 
 def test_digits_are_scaled_and_split(data_dir, config):

@@ -94,11 +94,6 @@ def test_no_folder_and_an_unknown_recipe_are_refused_with_the_way():
     recipes.base("hff")
 
 
-def test_data_is_chosen_beside_it():
-  config = base.get_config("model=hf,data=conversations")
-  assert (config.model.name, config.data.name) == ("transformer", "conversations")
-
-
 # ------------------------------ the best configuration known ------------------------------
 
 
@@ -160,8 +155,9 @@ def test_layers_are_unrolled_where_a_device_has_them_whole(
   assert config.training.scan_unroll == unroll
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-@pytest.mark.parametrize("sizes", [{}, {"data": 4, "tensor": 2}, {"tensor": 8}])
+@pytest.mark.parametrize(
+  ("platform", "sizes"), [("cpu", {"tensor": 8}), ("gpu", {}), ("tpu", {"data": 4, "tensor": 2})]
+)
 def test_the_small_decoder_has_one_chunk(platform, sizes):
   config, found = choices("lm", platform, sizes)
   assert config.training.loss_chunks == 1

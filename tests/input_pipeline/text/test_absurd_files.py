@@ -12,7 +12,6 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from input_pipeline import rows
 from input_pipeline.text import documents, files, preparation
 from tests.input_pipeline.text.corpora import section
 from tests.input_pipeline.text.test_preparation import ROOT
@@ -189,14 +188,6 @@ def test_memory_that_is_lacking_is_no_damage(tmp_path, monkeypatch):
 
 
 # ------------------------------ nothing ------------------------------
-
-
-@pytest.mark.parametrize(("content", "empty"), [(b'{"text": ""}\n' * 9, 9), (b"\n\n", 0)])
-def test_files_without_a_document_are_refused(content, empty, tmp_path):
-  write(tmp_path / "files" / "a.jsonl", content)
-  data = section(tmp_path / "files", tmp_path / "data", text_feature="text")
-  with pytest.raises(ValueError, match=rf"no document in it has any text \({empty} are empty"):
-    rows.open_source(data, "train", 0)
 
 
 def test_the_progress_of_what_is_compressed_ends_with_100_percent_alone(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from input_pipeline.text import library_tokenizers, tokenizer
+from input_pipeline.text import tokenizer
 from tests.input_pipeline.text.conftest import EVERY_PLANE, python_files, save
 
 TEXTS = [
@@ -62,15 +62,6 @@ def test_ids_are_the_library_s(trained, bpe):
 def test_bytes_that_are_not_utf8_are_refused(bpe):
   with pytest.raises(ValueError, match="byte 1 of a text is 0xff, which is not valid UTF-8"):
     bpe.encode([b"a\xff"])
-
-
-def test_many_texts_are_encoded_in_batches(bpe, monkeypatch):
-  monkeypatch.setattr(library_tokenizers, "_BATCH", 10)
-  texts = ["", "a", "b" * 30, "c" * 5, "d" * 5, "e", ""]
-  assert [bpe.decode(ids).decode() for ids in bpe.encode(texts)] == texts
-  assert bpe.encode([]) == []
-  sizes = [[*map(len, batch)] for batch in library_tokenizers._batches(texts)]
-  assert sizes == [[0, 1, 30], [5, 5], [1, 0]]
 
 
 def test_what_a_file_says_of_batches_is_not_done_to_documents(content, tmp_path, bpe):
@@ -146,17 +137,8 @@ def test_a_template_s_text_has_its_special_tokens_and_offsets(bpe, content, tmp_
   assert offsets[where + 1 :].tolist()[0][0] == 19  # a token's space is part of it
   assert bpe.decode(ids) == text.encode()
   # A post-processor that trims offsets, or puts tokens around a text, does neither.
-  bos = {
-    "type": "TemplateProcessing",
-    "single": [
-      {"SpecialToken": {"id": "!", "type_id": 0}},
-      {"Sequence": {"id": "A", "type_id": 0}},
-    ],
-    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-    "special_tokens": {"!": {"id": "!", "ids": [1], "tokens": ["!"]}},
-  }
   trim = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-  both = {"type": "Sequence", "processors": [trim, bos]}
+  both = {"type": "Sequence", "processors": [trim, around(before=["!"])]}
   one = tokenizer.load(
     save(tmp_path, changed(content, post_processor=both), {"eos_token": "<|endoftext|>"})
   )

@@ -53,18 +53,6 @@ def test_few_texts_give_fewer_tokens_than_asked_for():
   assert len(made["model"]["vocab"]) == 257 + 2  # "ab", " ab"
 
 
-def test_documents_are_counted_and_a_tick_may_stop_the_training():
-  counts = []
-  train_tokenizer.train(TEXTS, 257, lambda what, count: counts.append((what, count)))
-  assert counts == [("documents", 1), ("documents", 2)]
-
-  def stop(what, count):
-    raise KeyboardInterrupt
-
-  with pytest.raises(KeyboardInterrupt):
-    train_tokenizer.train(TEXTS, 257, stop)
-
-
 @pytest.mark.parametrize("size", [0, 256, 2**20 + 1])
 def test_a_size_out_of_range_is_refused(size):
   with pytest.raises(ValueError, match=f"--train_tokenizer={size}: .* has 257 .* 1,048,576 tokens"):
