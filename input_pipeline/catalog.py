@@ -20,11 +20,10 @@ OF_FILES = (TEXT, *RENDERED, PROMPTS)
 
 @dataclasses.dataclass(frozen=True)
 class Embedded:
-  """A data set that is built from local files; its builder is in builtin.py."""
+  """A data set that is made of local files; see `embedded`."""
 
   config: str  # "" for none, as in a TFDS path
   version: str
-  splits: tuple[str, ...]
   features: dict[str, str]  # the role "text", "image" or "label" -> the feature that has it
 
 
@@ -33,13 +32,11 @@ EMBEDDED = {
   "python_source": Embedded(
     config=f"{platform.python_implementation().lower()}-{platform.python_version()}",
     version="1.0.0",
-    splits=("train", "test"),
     features={"text": "text"},
   ),
   "digits": Embedded(
     config="",
     version="1.0.0",
-    splits=("train", "test"),
     features={"image": "image", "label": "label"},
   ),
 }
@@ -81,13 +78,47 @@ def data_folder(data):
 
 
 def embedded_reference(reference):
-  """Returns `reference` with config and version filled in, or None if this Python cannot build it.
+  """Returns `reference` with config and version filled in, or None if it is no embedded data set.
 
-  None also for the source code of another Python: that one can only be read from a data_dir.
+  The source code of another Python keeps its config: it can only be read from a data_dir.
   """
   entry = EMBEDDED.get(reference.name)
   if entry is None:
     return None
-  if reference.config not in ("", entry.config) or reference.version not in ("", entry.version):
-    return None
-  return Reference(reference.name, entry.config, entry.version)
+  config, version = reference.config or entry.config, reference.version or entry.version
+  return Reference(reference.name, config, version)
+
+
+def is_made_here(reference):
+  """Returns whether a complete Reference is of an embedded data set of this Python."""
+  entry = EMBEDDED.get(reference.name)
+  return entry is not None and (reference.config, reference.version) == (
+    entry.config,
+    entry.version,
+  )
+
+
+def embedded_feature(reference, role, wanted):
+  """Returns the feature of an embedded data set that has a role; see `tfds.choose_feature`."""
+  features = EMBEDDED[reference.name].features
+  if wanted not in ("", features.get(role)) or role not in features:
+    named = f" {wanted!r}" if wanted else ""
+    raise ValueError(
+      f"data set {reference} has no feature{named} that can be the {role} (data.{role}_feature);"
+      f" it has {', '.join(f'{name} ({role})' for role, name in features.items())}"
+    )
+  return features[role]
+
+
+def unknown_split(reference, split, sizes):
+  """Returns the refusal of a split that a data set does not have; sizes: name -> examples."""
+  return f"data set {reference} has no split {split!r}; it has {_listed(sizes)}"
+
+
+def empty_split(reference, split, sizes):
+  """Returns the refusal of a split without examples."""
+  return f"split {split!r} of data set {reference} is empty; its splits: {_listed(sizes)}"
+
+
+def _listed(sizes):
+  return ", ".join(f"{name} ({size} examples)" for name, size in sizes.items())

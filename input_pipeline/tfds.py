@@ -1,155 +1,50 @@
 """Finds a TFDS data set by name, on disk or by building it, and reads its examples in order.
 
-Imports TensorFlow Datasets, so this file is imported only when necessary. The builders of data sets
-that need no download write ArrayRecord files and avoid features whose encoding needs TensorFlow: an
-Image feature does, a Tensor named image does not.
+Imports TensorFlow Datasets, so this file is imported only when necessary.
 """
 
 import contextlib
-import hashlib
-import io
-import pathlib
 import sys
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import tensorflow_datasets as tfds
 from absl import logging
 from array_record.python import array_record_module
-from etils import epath
 
-from input_pipeline import catalog, shard_writer, store
+from input_pipeline import catalog, shard_writer
 from input_pipeline.shard_writer import locked
-from input_pipeline.store import no_tick
 from runtime import files
 from runtime.suggest import nearest
-
-# ------------------------------ data sets that need no download ------------------------------
-
-# Folders below the standard library's that are tests, or do not belong to it.
-_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-# Written when this Python was compiled: they would make the data set depend on the machine.
-_WRITTEN_ON_BUILD = ("_sysconfigdata", "config-")
-# Set, so that TFDS 4.9.10 does not look for a file of checksums: for that it imports
-# importlib_resources, which it uses but does not require.
-_NO_DOWNLOADS = None
-_TEST_SHARE = 0.05  # of the files of python_source
-_HELD_OUT_EVERY = 6  # of the images of digits
-
-
-def _in_test(relative_path):
-  """Returns whether a file is in the test split: by a hash of its path, independent of others."""
-  digest = hashlib.sha256(relative_path.encode()).digest()
-  return int.from_bytes(digest[:8], "big") < _TEST_SHARE * 2**64
-
-
-def _library_files():
-  """Returns relative path -> file of the standard library's sources, tests left out."""
-  root = pathlib.Path(sysconfig.get_path("stdlib"))
-  every = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*.py"))}
-  return {
-    name: path
-    for name, path in every.items()
-    if _LEFT_OUT.isdisjoint(name.split("/")) and not name.startswith(_WRITTEN_ON_BUILD)
-  }
-
-
-class _Info(tfds.core.DatasetInfo):
-  """The metadata of a data set, without querying TFDS's bucket, which has none of these.
-
-  For the query, TFDS would create a temporary folder and leave it behind.
-  """
-
-  def initialize_from_bucket(self) -> None:
-    """Does nothing."""
-
-
-class PythonSource(tfds.core.GeneratorBasedBuilder):
-  """The .py files of the running Python's standard library, without its tests."""
-
-  VERSION = tfds.core.Version(catalog.EMBEDDED["python_source"].version)
-  tick = staticmethod(no_tick)  # called for each example with (what, how many)
-  url_infos = _NO_DOWNLOADS
-  BUILDER_CONFIGS = [  # noqa: RUF012 (the attribute is TFDS's)
-    tfds.core.BuilderConfig(name=catalog.EMBEDDED["python_source"].config)
-  ]
-
-  def _info(self):
-    return _Info(
-      builder=self,
-      description="The .py files of Python's standard library, without its tests.",
-      features=tfds.features.FeaturesDict(
-        {
-          # Not a Text feature: so `text` is the only one, and needs no naming.
-          "path": tfds.features.Tensor(shape=(), dtype=np.object_),
-          "text": tfds.features.Text(),
-        }
-      ),
-    )
-
-  def _split_generators(self, dl_manager):
-    del dl_manager  # nothing is downloaded
-    sources = _library_files()
-    return {
-      "train": self._generate_examples({p: f for p, f in sources.items() if not _in_test(p)}),
-      "test": self._generate_examples({p: f for p, f in sources.items() if _in_test(p)}),
-    }
-
-  def _generate_examples(self, sources):
-    for number, (relative_path, path) in enumerate(sources.items(), start=1):
-      self.tick("documents", number)
-      yield relative_path, {"path": relative_path, "text": path.read_bytes()}
-
-
-class Digits(tfds.core.GeneratorBasedBuilder):
-  """scikit-learn's 1,797 handwritten digits of 8 by 8 pixels."""
-
-  VERSION = tfds.core.Version(catalog.EMBEDDED["digits"].version)
-  tick = staticmethod(no_tick)
-  url_infos = _NO_DOWNLOADS
-
-  def _info(self):
-    return _Info(
-      builder=self,
-      description="scikit-learn's bundled handwritten digits, scaled from 0..16 to 0..255.",
-      features=tfds.features.FeaturesDict(
-        {
-          "image": tfds.features.Tensor(shape=(8, 8, 1), dtype=np.uint8),
-          "label": tfds.features.ClassLabel(num_classes=10),
-        }
-      ),
-    )
-
-  def _split_generators(self, dl_manager):
-    del dl_manager  # nothing is downloaded
-    # scikit-learn takes longer to import than everything else here, and is needed only now.
-    from sklearn import datasets
-
-    digits = datasets.load_digits()
-    images = np.rint(digits.images * (255 / 16)).astype(np.uint8)[..., None]
-    held_out = np.arange(len(images)) % _HELD_OUT_EVERY == 0
-    return {
-      "train": self._generate_examples(np.flatnonzero(~held_out), images, digits.target),
-      "test": self._generate_examples(np.flatnonzero(held_out), images, digits.target),
-    }
-
-  def _generate_examples(self, indices, images, labels):
-    for number, index in enumerate(indices.tolist(), start=1):
-      self.tick("images", number)
-      yield index, {"image": images[index], "label": int(labels[index])}
-
-
-BUILDERS = {"python_source": PythonSource, "digits": Digits}
-
 
 # ------------------------------ data sets by name ------------------------------
 
 _EXAMPLES_PER_READ = 256
 
 
-def load_builder(reference, root, tick=no_tick):
+def open_split(reference, root, split, asked):
+  """Opens a split of a data set below `root`; prepares the data set first if it is not there.
+
+  Args:
+    reference: catalog.Reference to the data set.
+    root: the data_dir.
+    split: of it, or a slice of one.
+    asked: role -> name of its feature, as of `choose_feature`.
+
+  Returns:
+    The complete Reference, role -> feature, `examples`, and how many these are.
+
+  Raises:
+    ValueError: whatever makes the data set unusable, with the fix.
+  """
+  builder = load_builder(reference, root)
+  check_split(builder, split)
+  features = {role: choose_feature(builder, role, wanted) for role, wanted in asked.items()}
+  count = builder.info.splits[split].num_examples
+  return full_reference(builder), features, examples(builder, split), count
+
+
+def load_builder(reference, root):
   """Returns a TFDS builder whose data is prepared below `root`; prepares it first if it is not.
 
   Data on disk takes precedence, even without a builder class, so that a prepared data_dir gives the
@@ -158,22 +53,18 @@ def load_builder(reference, root, tick=no_tick):
   Args:
     reference: catalog.Reference to the data set.
     root: the data_dir.
-    tick: as of `tfds_documents.prepare`, while a built-in data set is built.
 
   Raises:
     ValueError: an unknown data set, or one that is not prepared and cannot be.
   """
-  known = catalog.embedded_reference(reference)
-  if known is not None:
-    return _build_embedded(known, root, tick)
   folder = _prepared_folder(reference, root)
   if folder is not None:
     return _from_folder(folder)
-  if reference.name in catalog.EMBEDDED:
+  if (known := catalog.EMBEDDED.get(reference.name)) is not None:
+    own = catalog.Reference(reference.name, known.config, known.version)
     raise ValueError(
-      f"data set {reference} is not in {root}, and this Python builds only"
-      f" {catalog.embedded_reference(catalog.Reference(reference.name, '', ''))}; name that one, or"
-      " build the other with its own Python"
+      f"data set {reference} is not in {root}, and this Python makes only {own}; name that one, or"
+      " prepare the other with its own Python"
     )
   return _download(reference, root)
 
@@ -184,15 +75,10 @@ def _from_folder(folder):
   Raises:
     ValueError: its metadata is damaged.
   """
-  return _whole(folder, lambda: tfds.builder_from_directory(folder))
-
-
-def _whole(folder, make):
-  """Returns the result of `make`, which reads TFDS's metadata in a folder."""
   try:
     for path in folder.glob("*.json"):
       files.read_json(path, follow=True)  # plain files, of a size and a form that can be read
-    return make()
+    return tfds.builder_from_directory(folder)
   except Exception as error:  # damaged metadata raises nearly any kind of error
     if isinstance(error, MemoryError):
       raise
@@ -237,27 +123,6 @@ def _quiet():
   """Keeps standard output for results: TFDS prints its notes there."""
   with contextlib.redirect_stdout(sys.stderr):
     yield
-
-
-def _build_embedded(reference, root, tick):
-  def make():  # a builder looks for its data only when it is made
-    return BUILDERS[reference.name](data_dir=root, file_format="array_record")
-
-  # TFDS renames a finished folder into place, so it is complete or does not exist.
-  folder = epath.Path(root / reference.path)
-  if folder.exists():
-    return _whole(folder, make)
-  with locked(root / ".locks" / reference.path.replace("/", "-")), _quiet():
-    builder = make()
-    builder.tick = tick
-    folder = epath.Path(builder.data_dir)
-    for left in folder.parent.glob(f"incomplete.*_{folder.name}"):
-      left.rmtree()  # left by a killed process: only holders of this lock build these
-    tfds.disable_progress_bar()  # a second's work, not worth pages of bars in a log
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-      builder.download_and_prepare()  # returns at once if another process was first
-    tfds.enable_progress_bar()
-  return builder
 
 
 def _download(reference, root):
@@ -314,13 +179,13 @@ def full_reference(builder):
 def check_split(builder, split):
   """Raises ValueError, listing the splits, if `split` (or slice of one) is unknown or empty."""
   reference, splits = full_reference(builder), builder.info.splits
-  sizes = ", ".join(f"{name} ({info.num_examples} examples)" for name, info in splits.items())
+  sizes = {name: info.num_examples for name, info in splits.items()}
   try:
-    examples = splits[split].num_examples
+    count = splits[split].num_examples
   except (KeyError, ValueError, AssertionError) as error:
-    raise ValueError(f"data set {reference} has no split {split!r}; it has {sizes}") from error
-  if not examples:
-    raise ValueError(f"split {split!r} of data set {reference} is empty; its splits: {sizes}")
+    raise ValueError(catalog.unknown_split(reference, split, sizes)) from error
+  if not count:
+    raise ValueError(catalog.empty_split(reference, split, sizes))
 
 
 def _fits(role, feature, name):
@@ -442,113 +307,3 @@ def _read_one(source, number):
     if isinstance(error, MemoryError) or getattr(error, "errno", None):
       raise  # the system's, not the record's: Pillow's own OSErrors have no number
     return None, f"{type(error).__name__}: {_first_line(error)}"
-
-
-# ------------------------------ as documents of the store ------------------------------
-
-
-def fill(folder, builder, split, features, encoder, data, tick, *, keep_empty: bool) -> None:
-  """Writes the shard of a split, unless it is there.
-
-  Args:
-    folder: of the shard.
-    builder: TFDS builder of a data set that is prepared.
-    split: of it.
-    features: role -> name of the feature that has it.
-    encoder: the tokenizer; of images, bytes.
-    data: the config's `data` section.
-    tick: as of `tfds_documents.prepare`.
-    keep_empty: as of `shard_writer.write_documents`.
-
-  Raises:
-    ValueError: more bad records than data.max_bad_records, or images that cannot be rows.
-    OSError: it cannot be written.
-  """
-  name = f"data set {full_reference(builder)}, split {split}"
-  total = builder.info.splits[split].num_examples
-  what = "images" if data.kind == "image" else "documents"
-
-  def count(documents: int, tokens: int, _: int) -> None:
-    tick(what, documents, f"{documents:,} of {total:,} {what}, {tokens:,} tokens")
-
-  with shard_writer.locked(folder):
-    if store.is_there(folder):
-      return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    shard_writer.remove_partial(folder.parent, folder.name)
-    facts, limit = {"files": name, "features": features}, data.max_bad_records
-    try:
-      if data.kind == "image":
-        _write_images(
-          folder, examples(builder, split), features, encoder, {**facts, "name": name}, limit, count
-        )
-      else:
-        found = _texts(builder, split, features["text"])
-        shard_writer.write_documents(
-          folder, found, encoder, facts, limit=limit, keep_empty=keep_empty, tick=count
-        )
-    except shard_writer.TooManyBadError as error:
-      raise ValueError(store.too_many_bad(name, error.bad, error.count, limit)) from error
-
-
-def _write_images(
-  folder, read: Iterable[shard_writer.Item], features, encoder, facts, limit, tick
-) -> None:
-  """Writes images, all of one shape, as a shard that says which shape and labels they have."""
-  name = facts["files"]
-
-  def fill(shard: shard_writer.ShardWriter) -> Mapping[str, Any]:
-    shape, labels = None, []
-    for item in read:
-      if item.value is None:
-        shard.add_bad(item, item.why)
-        continue
-      image, label = (np.asarray(item.value[features[role]]) for role in ("image", "label"))
-      if image.dtype != np.uint8:
-        raise ValueError(f"{name}: the pixels are {image.dtype}, and only uint8 (0..255) is read")
-      shape = shape or image.shape
-      if image.shape != shape:
-        shard.add_bad(
-          item,
-          f"it has shape {image.shape}, but the first image has {shape}; all images must have one"
-          " shape; scale them in your own data set",
-        )
-        continue
-      content = image.tobytes() + np.int32(label).astype("<i4").tobytes()
-      shard.add(np.frombuffer(content, np.uint8), len(content), shard_writer.content_hash(content))
-      labels.append(int(label))
-    if not labels:
-      raise ValueError(f"{name} is empty: {shard.bad_count} images, none of which can be read")
-    return {"shape": [*shape], "labels": [min(labels), max(labels)]}
-
-  shard_writer.write_shard(
-    folder, encoder.size, {"tokenizer": encoder.digest, **facts}, fill, limit, tick
-  )
-
-
-def texts(
-  data: Any, split: str, bad: Callable[[shard_writer.Item], None], tick: Callable = store.no_tick
-) -> Iterator[bytes]:
-  """Yields the texts of a split, which need not be prepared.
-
-  Args:
-    data: the config's `data` section.
-    split: of the data set.
-    bad: is called with each record that cannot be read; raises where that is too much.
-    tick: as of `tfds_documents.prepare`, whose errors it raises too.
-  """
-  builder = load_builder(catalog.parse_name(data.name), catalog.data_folder(data), tick)
-  check_split(builder, split)
-  for item in _texts(builder, split, choose_feature(builder, "text", data.text_feature)):
-    if item.value is None:
-      bad(item)
-    else:
-      yield item.value
-
-
-def _texts(builder, split: str, feature: str) -> Iterator[shard_writer.Item]:
-  for item in examples(builder, split):
-    if item.value is not None:
-      text = item.value[feature]
-      item.value = text.encode() if isinstance(text, str) else bytes(text)
-    yield item

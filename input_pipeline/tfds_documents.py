@@ -4,15 +4,20 @@ An image is a document: its pixels, and then the label as four bytes (int32, lit
 bytes that are concatenated, a document without text is kept as its end.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from etils import epath
+import numpy as np
+from etils import epath, epy
 
 from input_pipeline import catalog, store
 from input_pipeline.text import tokenizer
+
+with epy.lazy_imports():  # TFDS takes seconds; what is stored needs none of them
+  from input_pipeline import embedded, shard_writer, tfds
 
 LABEL_BYTES = 4
 
@@ -29,42 +34,128 @@ def prepare(data: Any, split: str, tick: Callable = store.no_tick) -> tuple[stor
   Raises:
     ValueError: whatever makes the data set unusable, with the fix.
   """
-  reference, root = catalog.parse_name(data.name), catalog.data_folder(data)
+  known, asked = catalog.embedded_reference(catalog.parse_name(data.name)), _asked(data)
   images = data.kind == "image"
   encoder = tokenizer.load(tokenizer.BYTES if images else tokenizer.resolve(data))
   keeps_empty = not images and encoder.name == tokenizer.BYTES and data.packing == "concatenate"
-  roles = ("image", "label") if images else ("text",)
-  asked = {role: data[f"{role}_feature"] for role in roles}
-  known = catalog.embedded_reference(reference)
-  features = {}
+  folder = None
   if known is not None:
-    embedded = catalog.EMBEDDED[known.name].features
-    features = {
-      r: embedded[r] for r in roles if asked[r] in ("", embedded.get(r)) and r in embedded
-    }
-  folder = (
-    _folder(data, encoder, known, split, features, keeps_empty)
-    if len(features) == len(roles)
-    else None
-  )
-  builder = None
-  if folder is None or not store.is_there(folder):
-    # Importing TFDS takes longer than all else here.
-    from input_pipeline import shard_writer, tfds
-
-    with shard_writer.writing_to(root):
-      builder = tfds.load_builder(reference, root, tick)
-    tfds.check_split(builder, split)
-    features = {role: tfds.choose_feature(builder, role, asked[role]) for role in roles}
-    known = tfds.full_reference(builder)
+    features = {r: catalog.embedded_feature(known, r, wanted) for r, wanted in asked.items()}
     folder = _folder(data, encoder, known, split, features, keeps_empty)
-    with shard_writer.writing_to(folder.parent):
-      tfds.fill(folder, builder, split, features, encoder, data, tick, keep_empty=keeps_empty)
+  stored = None
+  if folder is None or not store.is_there(folder):
+    with shard_writer.writing_to(catalog.data_folder(data)):
+      known, features, found, stored = _open_split(data, split)
+    folder = _folder(data, encoder, known, split, features, keeps_empty)
+    name = f"data set {known}, split {split}"
+    facts, count = {"files": name, "features": features}, _counting(data, stored, tick)
+    with shard_writer.writing_to(folder.parent), _once(folder, name, data.max_bad_records) as here:
+      if here and images:
+        _write_images(folder, found, encoder, {**facts, "name": name}, data.max_bad_records, count)
+      elif here:
+        shard_writer.write_documents(
+          *(folder, _texts(found, features["text"]), encoder, facts),
+          **{"limit": data.max_bad_records, "keep_empty": keeps_empty, "tick": count},
+        )
   name = f"{known} {split}"
   prepared = store.open_prepared(folder.parent, [folder.name], encoder, name, data.max_bad_records)
-  if builder is not None:
-    _check_count(prepared, builder.info.splits[split].num_examples, name, folder)
+  if stored is not None:
+    _check_count(prepared, stored, name, folder)
   return prepared, name
+
+
+def texts(data: Any, split: str, bad: Callable[["shard_writer.Item"], None]) -> Iterator[bytes]:
+  """Yields the texts of a split, which need not be prepared.
+
+  Args:
+    data: the config's `data` section.
+    split: of the data set.
+    bad: is called with each record that cannot be read; raises where that is too much.
+  """
+  _, features, found, _ = _open_split(data, split)
+  for item in _texts(found, features["text"]):
+    if item.value is None:
+      bad(item)
+    else:
+      yield item.value
+
+
+def _asked(data: Any) -> dict[str, str]:
+  """Returns role -> the feature that the config names for it; "" for the only one that fits."""
+  roles = ("image", "label") if data.kind == "image" else ("text",)
+  return {role: data[f"{role}_feature"] for role in roles}
+
+
+def _open_split(data: Any, split: str) -> tuple:
+  """Returns what `tfds.open_split` does, of an embedded data set too."""
+  reference, asked = catalog.parse_name(data.name), _asked(data)
+  known = catalog.embedded_reference(reference)
+  if known is None or not catalog.is_made_here(known):
+    return tfds.open_split(reference, catalog.data_folder(data), split, asked)
+  features = {r: catalog.embedded_feature(known, r, wanted) for r, wanted in asked.items()}
+  found = embedded.examples(known, split)
+  return known, features, found, len(found)
+
+
+def _counting(data: Any, total: int, tick: Callable) -> Callable[[int, int, int], None]:
+  """Returns the tick of a shard's writer."""
+  what = "images" if data.kind == "image" else "documents"
+  return lambda documents, tokens, _: tick(
+    what, documents, f"{documents:,} of {total:,} {what}, {tokens:,} tokens"
+  )
+
+
+@contextlib.contextmanager
+def _once(folder: epath.Path, name: str, limit: int) -> Iterator[bool]:
+  """Holds the lock of a shard; yields whether it is still to be written."""
+  with shard_writer.locked(folder):
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shard_writer.remove_partial(folder.parent, folder.name)
+    try:
+      yield not store.is_there(folder)
+    except shard_writer.TooManyBadError as error:
+      raise ValueError(store.too_many_bad(name, error.bad, error.count, limit)) from error
+
+
+def _write_images(folder, read: Iterable["shard_writer.Item"], encoder, facts, limit, tick) -> None:
+  """Writes images, all of one shape, as a shard that says which shape and labels they have."""
+  name, features = facts["files"], facts["features"]
+
+  def fill(shard: "shard_writer.ShardWriter") -> Mapping[str, Any]:
+    shape, labels = None, []
+    for item in read:
+      if item.value is None:
+        shard.add_bad(item, item.why)
+        continue
+      image, label = (np.asarray(item.value[features[role]]) for role in ("image", "label"))
+      if image.dtype != np.uint8:
+        raise ValueError(f"{name}: the pixels are {image.dtype}, and only uint8 (0..255) is read")
+      shape = shape or image.shape
+      if image.shape != shape:
+        shard.add_bad(
+          item,
+          f"it has shape {image.shape}, but the first image has {shape}; all images must have one"
+          " shape; scale them in your own data set",
+        )
+        continue
+      content = image.tobytes() + np.int32(label).astype("<i4").tobytes()
+      shard.add(np.frombuffer(content, np.uint8), len(content), shard_writer.content_hash(content))
+      labels.append(int(label))
+    if not labels:
+      raise ValueError(f"{name} is empty: {shard.bad_count} images, none of which can be read")
+    return {"shape": [*shape], "labels": [min(labels), max(labels)]}
+
+  shard_writer.write_shard(
+    folder, encoder.size, {"tokenizer": encoder.digest, **facts}, fill, limit, tick
+  )
+
+
+def _texts(found: Iterable["shard_writer.Item"], feature: str) -> Iterator["shard_writer.Item"]:
+  for item in found:
+    if item.value is not None:
+      text = item.value[feature]
+      item.value = text.encode() if isinstance(text, str) else bytes(text)
+    yield item
 
 
 def _folder(

@@ -195,12 +195,12 @@ def train_on(data: Any, size: int | None, tick: Callable = no_tick) -> str:
   if size is not None:
     check_size(size)
   inputs = _inputs(data) if data.name in catalog.OF_FILES else []
-  texts = _texts(data, inputs, bad, tick)
+  texts = _texts(data, inputs, bad)
   content = characters(texts, tick) if size is None else train(texts, size, tick)
   paths = [file.path for one in inputs for file in one.found]
   facts = {"files": paths[:100], "size": size} if inputs else _facts(data, size)
   if size is None:
-    others = _texts(data, inputs, no_tick, tick, held_out=True)
+    others = _texts(data, inputs, no_tick, held_out=True)
     facts[UNSEEN] = _unseen(content, others)
   for one in inputs:
     text_files.check_same(one.spec, one.found)
@@ -257,7 +257,6 @@ def _texts(
   data: Any,
   inputs: Sequence[_Input],
   bad: Callable[[Item], None],
-  tick: Callable,
   held_out: bool = False,
 ) -> Iterator[bytes]:
   """Yields the documents that are trained on, or those that are held out.
@@ -266,14 +265,13 @@ def _texts(
     data: the section.
     inputs: its sources; none: it is a TFDS data set.
     bad: as of `sample`.
-    tick: as of `tfds.texts`.
     held_out: which of the two.
   """
   if not inputs:
     split = data.evaluation_split if held_out else data.train_split
-    from input_pipeline import tfds  # it imports TensorFlow Datasets
+    from input_pipeline import tfds_documents  # texts in files do not need it
 
-    yield from tfds.texts(data, split, bad, tick)
+    yield from tfds_documents.texts(data, split, bad)
   for one in inputs:
     feature, most = documents.choose_feature(one.found, one.feature), SAMPLE_BYTES // len(inputs)
     least = 0.0 if one.apart else data.evaluation_fraction * 2.0**64

@@ -26,7 +26,7 @@ def test_unknown_data_set(config, tiny_text):
 
 def test_another_pythons_source(config):
   message = _refusal(config("python_source/cpython-2.7.18"))
-  assert "this Python builds only python_source/cpython-3." in message
+  assert "this Python makes only python_source/cpython-3." in message
 
 
 def test_unknown_split(config, tiny_text):

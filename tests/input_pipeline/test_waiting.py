@@ -20,7 +20,7 @@ def files_of(folder: pathlib.Path) -> list[str]:
   return sorted(path.name for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("after", [1, 200])
+@pytest.mark.parametrize("after", [1, 2])
 def test_a_stop_ends_the_preparation_and_leaves_nothing_half_made(config, tmp_path, after):
   data, seen = config("digits", "image", data_dir=str(tmp_path)), []
   with StopRequest() as stop:
@@ -37,8 +37,9 @@ def test_a_stop_ends_the_preparation_and_leaves_nothing_half_made(config, tmp_pa
         tfds_documents.prepare(data, "test", tick)
   assert len(seen) == after
   left = files_of(tmp_path)
-  assert all(name.endswith(".lock") or name == "metadata.json" for name in left), left
-  assert not any("incomplete" in path.name or path.suffix == ".tmp" for path in tmp_path.rglob("*"))
+  assert all(name.endswith(".lock") for name in left), left
+  assert not list(tmp_path.rglob("*.tmp"))
+  assert preemption.current() is None
   assert len(tfds_documents.prepare(data, "test")[0].documents)
 
 
@@ -50,24 +51,6 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch, capsys):
   line, last = capsys.readouterr().out.splitlines()
   assert line == "preparing text, train: 7 documents, 90 tokens"
   assert last.startswith("prepared text, train: 7 documents in ")
-
-
-def test_a_stop_while_a_shard_is_written_keeps_what_was_built_before(config, tmp_path):
-  data = config("digits", "image", data_dir=str(tmp_path))
-  with StopRequest() as stop, console.preparing("digits") as shown:
-
-    def tick(what: str, count: int, text: str = "") -> None:
-      if text:  # of the shard
-        stop.request("SIGINT")
-      shown.tick(what, count, text)
-
-    with pytest.raises(Stopped):
-      tfds_documents.prepare(data, "test", tick)
-  assert not list(tmp_path.rglob("*.tmp"))
-  built = list(tmp_path.rglob("*.array_record*"))
-  assert built, "the data set itself is whole, and is used by the next start"
-  assert len(tfds_documents.prepare(data, "test")[0].documents) > 5
-  assert preemption.current() is None
 
 
 def test_a_log_gets_one_line_and_only_where_something_was_prepared(config, tmp_path, capsys):

@@ -15,6 +15,7 @@ def write(
   *,
   config: str = "",
   version: str = "1.2.0",
+  keys: bool = False,
 ):
   """Prepares a TFDS data set on disk; its builder is not registered.
 
@@ -25,6 +26,7 @@ def write(
     splits: name -> examples.
     config: its name, "" for none.
     version: of the data set.
+    keys: whether examples are pairs of a key and an example.
 
   Returns:
     The builder.
@@ -44,7 +46,7 @@ def write(
       return {split: self._generate_examples(examples) for split, examples in splits.items()}
 
     def _generate_examples(self, examples):
-      yield from enumerate(examples)
+      yield from examples if keys else enumerate(examples)
 
   builder = Written(data_dir=folder, file_format="array_record")
   with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

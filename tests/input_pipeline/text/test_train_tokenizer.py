@@ -8,7 +8,7 @@ import types
 import pytest
 import tokenizers
 
-from input_pipeline import tfds
+from input_pipeline import tfds_documents
 from input_pipeline.shard_writer import content_hash
 from input_pipeline.text import documents, files, tokenizer, train_tokenizer
 from tests.helpers.syncs import Syncs
@@ -119,7 +119,7 @@ def test_a_data_set_s_tokenizer_is_trained_once_for_each_size_split_and_python(d
     return original(TEXTS, size)
 
   monkeypatch.setattr(train_tokenizer, "train", train)
-  monkeypatch.setattr(tfds, "texts", lambda *_: TEXTS)
+  monkeypatch.setattr(tfds_documents, "texts", lambda *_: TEXTS)
   monkeypatch.setattr(train_tokenizer.platform, "python_version", lambda: version[0])
   folders = [train_tokenizer.trained_once(data, size) for size in (290, 300, 290, 300)]
   assert trained == [290, 300]
