@@ -7,7 +7,7 @@ bytes that are concatenated, a document without text is kept as its end.
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,18 +34,18 @@ def prepare(data: Any, split: str, tick: Callable = store.no_tick) -> tuple[stor
   Raises:
     ValueError: whatever makes the data set unusable, with the fix.
   """
-  known, asked = catalog.embedded_reference(catalog.parse_name(data.name)), _asked(data)
-  images = data.kind == "image"
+  known, images = catalog.embedded_reference(catalog.parse_name(data.name)), data.kind == "image"
+  roles = ("image", "label") if images else ("text",)
   encoder = tokenizer.load(tokenizer.BYTES if images else tokenizer.resolve(data))
   keeps_empty = not images and encoder.name == tokenizer.BYTES and data.packing == "concatenate"
   folder = None
   if known is not None:
-    features = {r: catalog.embedded_feature(known, r, wanted) for r, wanted in asked.items()}
+    features = _embedded_features(data, known, roles)
     folder = _folder(data, encoder, known, split, features, keeps_empty)
   stored = None
   if folder is None or not store.is_there(folder):
     with shard_writer.writing_to(catalog.data_folder(data)):
-      known, features, found, stored = _open_split(data, split)
+      known, features, found, stored = _open_split(data, split, roles)
     folder = _folder(data, encoder, known, split, features, keeps_empty)
     name = f"data set {known}, split {split}"
     facts, count = {"files": name, "features": features}, _counting(data, stored, tick)
@@ -72,7 +72,7 @@ def texts(data: Any, split: str, bad: Callable[["shard_writer.Item"], None]) -> 
     split: of the data set.
     bad: is called with each record that cannot be read; raises where that is too much.
   """
-  _, features, found, _ = _open_split(data, split)
+  _, features, found, _ = _open_split(data, split, ("text",))
   for item in _texts(found, features["text"]):
     if item.value is None:
       bad(item)
@@ -80,21 +80,19 @@ def texts(data: Any, split: str, bad: Callable[["shard_writer.Item"], None]) -> 
       yield item.value
 
 
-def _asked(data: Any) -> dict[str, str]:
-  """Returns role -> the feature that the config names for it; "" for the only one that fits."""
-  roles = ("image", "label") if data.kind == "image" else ("text",)
-  return {role: data[f"{role}_feature"] for role in roles}
+def _embedded_features(data: Any, known: catalog.Reference, roles: Sequence[str]) -> dict[str, str]:
+  return {role: catalog.embedded_feature(known, role, data[f"{role}_feature"]) for role in roles}
 
 
-def _open_split(data: Any, split: str) -> tuple:
+def _open_split(data: Any, split: str, roles: Sequence[str]) -> tuple:
   """Returns what `tfds.open_split` does, of an embedded data set too."""
-  reference, asked = catalog.parse_name(data.name), _asked(data)
+  reference = catalog.parse_name(data.name)
   known = catalog.embedded_reference(reference)
   if known is None or not catalog.is_made_here(known):
+    asked = {role: data[f"{role}_feature"] for role in roles}
     return tfds.open_split(reference, catalog.data_folder(data), split, asked)
-  features = {r: catalog.embedded_feature(known, r, wanted) for r, wanted in asked.items()}
   found = embedded.examples(known, split)
-  return known, features, found, len(found)
+  return known, _embedded_features(data, known, roles), found, len(found)
 
 
 def _counting(data: Any, total: int, tick: Callable) -> Callable[[int, int, int], None]:

@@ -245,7 +245,7 @@ def _look_at(path: str) -> InputFile:
   return InputFile(path, state.st_size, str(state.st_mtime_ns), state.st_ctime_ns)
 
 
-def matcher(pattern: str) -> re.Pattern:
+def _matcher(pattern: str) -> re.Pattern:
   """Returns the regular expression of a glob, in which `**` stands for any folders."""
   regex = ""
   for token in re.findall(r"\*\*/|\*\*|\*|\?|\[[^\]]+\]|.", pattern, re.DOTALL):
@@ -291,7 +291,7 @@ def _in_bucket(part: str, key: str) -> list[tuple[str, InputFile]]:
     states = system.get_file_info(fs.FileSelector(folder, recursive=True))
     states = [one for one in states if one.type == fs.FileType.File]
     if folder != path:
-      pattern = matcher(path)
+      pattern = _matcher(path)
       states = [one for one in states if pattern.fullmatch(one.path)]
     states = [one for one in states if _visible(one.path, folder)]
   known = {f"{prefix}{one.path}": one for one in states}
@@ -380,7 +380,7 @@ def _parquet_of(repository: str, commit: str, inner: str) -> dict[str, dict[str,
   """Returns path in the data set -> facts of the Parquet files that a URI names."""
   root = f"datasets/{repository}@{commit}"
   exact = _GLOB.search(inner) or inner.endswith(PARQUET)
-  wanted = matcher(inner if exact else f"{inner}/**".lstrip("/"))
+  wanted = _matcher(inner if exact else f"{inner}/**".lstrip("/"))
   known = hub().find(f"{root}/{_fixed(inner)}".rstrip("/"), detail=True)
   names = {path.removeprefix(f"{root}/"): facts for path, facts in known.items()}
   return {n: f for n, f in names.items() if n.endswith(PARQUET) and wanted.fullmatch(n)}
@@ -516,18 +516,14 @@ def _difference(before: InputFile | None, now: InputFile | None) -> str:
     return f"{before.path} was there and is gone"
   if before is None:
     return f"{now.path} was added"
-  if before.size != now.size:
-    return f"{now.path} had {before.size:,} bytes and now has {now.size:,}"
-  what, times = "was modified", (int(before.stamp), int(now.stamp))
-  if before.stamp == now.stamp:  # it was replaced or rewritten, or its owner or mode was set
-    what, times = "its inode was changed", (before.ctime, now.ctime)
-  first, second = map(_time, times)
-  return f"{now.path} has {now.size:,} bytes as before, but {what} (before: {first}, now {second})"
+  return f"{now.path} had {_state(before)} and now has {_state(now)}"
 
 
-def _time(ns: int) -> str:
+def _state(file: InputFile) -> str:
+  """Returns the size of a file, and when it was changed: replaced, rewritten, or its mode set."""
+  ns = max(int(file.stamp), file.ctime)
   moment = datetime.datetime.fromtimestamp(ns // 10**9)
-  return f"{moment:%Y-%m-%d %H:%M:%S}.{ns % 10**9:09}"
+  return f"{file.size:,} bytes of {moment:%Y-%m-%d %H:%M:%S}.{ns % 10**9:09}"
 
 
 def _refuse_change(said: Sequence[str], paths: Sequence[str]) -> None:

@@ -178,8 +178,6 @@ PLACES = (
   Place("an event file", lambda f: next((f / "run").glob("events.*")), CONTENT + PLACE),
   Place("shard.json", _in_data("prepared/**/shard.json"), CONTENT + PLACE),
   Place("the list of bad records", _in_data("prepared/**/bad_records-*.json"), CONTENT + PLACE),
-  Place("dataset_info.json", _in_data("python_source/**/dataset_info.json"), CONTENT + PLACE),
-  Place("features.json", _in_data("python_source/**/features.json"), CONTENT + PLACE),
   Place("the record", _in_run(f"checkpoints/{RESUMED}/record/metadata"), (another_form, nested)),
   Place("the config", _in_run(f"checkpoints/{RESUMED}/config/metadata"), (another_form, nested)),
 )
