@@ -10,20 +10,25 @@ from ml_collections import ConfigDict
 
 from input_pipeline import catalog
 from input_pipeline.ramp import Ramp
+from runtime import forms
 from runtime.suggest import nearest
 from training.tasks import DPO, GRPO, TASKS
 
 # ------------------------------ data.sources and data.stages ------------------------------
 
-# Key of a source -> (its type, what stands for it where it is not given; None: it must be given).
-SOURCE_KEYS = {
-  "name": (str, None),
-  "files": (str, None),
-  "weight": (float, None),
-  "evaluation_files": (str, ""),
-  "text_feature": (str, ""),
-  "maximum_epochs": (int, 1),
-}
+_FILES = forms.Kind("a path", lambda value: isinstance(value, str) and value != "")
+# A part of metrics' names.
+_NAME = forms.Kind(
+  "letters, digits, _ . and -",
+  lambda value: isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) is not None,
+)
+SOURCE = forms.Needs(
+  {"name": _NAME, "files": _FILES, "weight": forms.AT_LEAST_0},
+  {
+    **{"evaluation_files": forms.TEXT, "text_feature": forms.TEXT},
+    "maximum_epochs": forms.COUNT,  # 0: no limit
+  },
+)
 SOURCES_EXAMPLE = '({"name": "web", "files": "web/", "weight": 0.7}, ...)'
 
 
@@ -51,33 +56,15 @@ def mixture_errors(data: ConfigDict) -> Iterator[str]:
 
 
 def _source(source: Mapping[str, Any], number: int) -> Iterator[str]:
-  where = f"data.sources, source {source.get('name') or number + 1!r}"
+  where, known = (
+    f"data.sources, source {source.get('name') or number + 1!r}",
+    SOURCE.keys | SOURCE.more,
+  )
   for key in source:
-    if key not in SOURCE_KEYS:
-      known = ", ".join(SOURCE_KEYS)
-      yield f"{where}: unknown key {key!r}; a source has {known}{nearest(key, SOURCE_KEYS)}"
-  for key, (kind, default) in SOURCE_KEYS.items():
-    if key not in source:
-      if default is None:
-        yield f"{where}: it has no {key}; such as {SOURCES_EXAMPLE}"
-      continue
-    value = source[key]
-    if key == "weight":
-      yield from _weight(value, where)
-    elif type(value) is not kind:
-      yield f"{where}: {key}={value!r} is not {'a text' if kind is str else 'an integer'}"
-    elif key == "maximum_epochs" and value < 0:
-      yield f"{where}: maximum_epochs={value}: at least 1, or 0 for no limit"
-    elif key == "files" and not value:
-      yield f"{where}: files='': name them"
-    elif key == "name" and not re.fullmatch(r"[\w.-]+", value):
-      yield f"{where}: the name is part of metrics' names; letters, digits, _ . and - only"
-
-
-def _weight(value: Any, where: str) -> Iterator[str]:
-  number = isinstance(value, int | float) and not isinstance(value, bool)
-  if not number or not 0 <= value < math.inf:
-    yield f"{where}: weight={value!r}: a number of 0 or more"
+    if key not in known:
+      yield f"{where}: unknown key {key!r}; a source has {', '.join(known)}{nearest(key, known)}"
+  for line in forms.wrong(dict(source), SOURCE):
+    yield f"{where}: {line}; a source is such as {SOURCES_EXAMPLE}"
 
 
 def _all_zero(weights: Mapping[str, float], where: str) -> Iterator[str]:
@@ -102,7 +89,7 @@ def _stages(stages: Any, names: list[str]) -> Iterator[str]:
       if name not in names:
         known = f"{', '.join(names)}{nearest(name, names)}"
         yield f"{where}: unknown source {name!r}; there are {known}"
-      yield from _weight(weight, f"{where}, source {name!r}")
+      yield from forms.wrong(weight, forms.AT_LEAST_0, f"{where}, source {name!r}")
     yield from _all_zero(weights, where)
 
 

@@ -179,18 +179,24 @@ class Preset:
   training: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-def _sizes(
-  layers: int, width: int, feedforward: int, heads: int, kv_heads: int, family: Mapping, **more: Any
-) -> dict[str, Any]:
-  """Returns keys of `model`: sizes, then what a family shares, then what is its own."""
-  sizes = {
-    "layers": layers,
-    "model_size": width,
-    "feedforward_size": feedforward,
-    "heads": heads,
-    "kv_heads": kv_heads,
-  }
-  return {**sizes, **family, **more}
+# Keys of `training`, how experts were balanced: beside the weights of V3, OLMoE and GLM-4.5, by
+# their reports (arXiv:2412.19437, 2409.02060, 2508.06471); not of Llama 4 and Mistral Small 4.
+_BALANCE = ("balance_loss", "router_z_loss", "router_bias_rate")
+
+
+def _decoder(length: int, sizes: tuple[int, ...], family: Mapping, **more: Any) -> Preset:
+  """Returns a preset.
+
+  Args:
+    length: of it.
+    sizes: layers, model_size, feedforward_size, heads and kv_heads.
+    family: what it shares with others, of `model` or of _BALANCE.
+    more: what is its own.
+  """
+  names = ("layers", "model_size", "feedforward_size", "heads", "kv_heads")
+  keys = {**dict(zip(names, sizes, strict=True)), **family, **more}
+  training = {key: keys.pop(key) for key in _BALANCE if key in keys}
+  return Preset(length, keys, training)
 
 
 _LLAMA_2 = {"head_size": 128, "norm_epsilon": 1e-5, "vocabulary_size": 32_000}
@@ -219,7 +225,7 @@ _QWEN_3 = {
   **{"vocabulary_size": 151_936, "rotary_base": 1_000_000.0},
 }
 _QWEN_3_TIED = {**_QWEN_3, "tied_embeddings": True}
-_QWEN_3_EXPERTS = {**_QWEN_3, "experts": 128, "experts_per_token": 8}
+_QWEN_3_EXPERTS = {**_QWEN_3, "experts": 128, "experts_per_token": 8, "balance_loss": 0.001}
 # Gated DeltaNet in three of four layers.
 _QWEN_3_LINEAR = {
   **{"head_size": 256, "norm_epsilon": 1e-6, "query_key_norm": True, "norm_scale_from_one": True},
@@ -231,6 +237,7 @@ _QWEN_3_LINEAR = {
 _QWEN_3_NEXT = {
   **{**_QWEN_3_LINEAR, "vocabulary_size": 151_936, "experts": 512, "experts_per_token": 10},
   **{"expert_feedforward_size": 512, "shared_feedforward_size": 512, "shared_gate": True},
+  "balance_loss": 0.001,
 }
 _QWEN_3_5 = {**_QWEN_3_LINEAR, "vocabulary_size": 248_320}
 _QWEN_3_5_MOE = {
@@ -293,12 +300,14 @@ _KIMI_LINEAR = {
   "layer_types": tuple(
     "full_unrotated" if layer in (4, 8, 12, 16, 20, 24, 27) else "mixer" for layer in range(1, 28)
   ),
+  **{"balance_loss": 0.0001, "router_bias_rate": 0.001},
 }
 # Half of a head is rotated (arXiv:2501.08313, section 2).
 _MINIMAX = {
   **{"head_size": 128, "norm_epsilon": 1e-5, "vocabulary_size": 200_064, "rotary_base": 1e7},
   **{"rotary_size": 64, "mixer": "lightning", "layer_types": (*("mixer",) * 7, "full")},
   **{"normed_residual": 3.5565588200778455, "experts": 32, "experts_per_token": 2},
+  "balance_loss": 0.001,
 }
 _GRANITE_4_H = {
   **{"norm_epsilon": 1e-5, "vocabulary_size": 100_352, "tied_embeddings": True},
@@ -352,6 +361,7 @@ _OLMOE = {
   **{"vocabulary_size": 50_304, "norm_epsilon": 1e-5},
   **{"query_key_norm": True, "query_key_norm_across_heads": True},
   **{"experts": 64, "experts_per_token": 8, "router_normalized": False},
+  **{"balance_loss": 0.01, "router_z_loss": 0.001},
 }
 _GPT_OSS = {
   **{"head_size": 64, "vocabulary_size": 201_088, "norm_epsilon": 1e-5, "biases": "attention"},
@@ -360,6 +370,7 @@ _GPT_OSS = {
   "rotary_scaling": ("yarn", {"factor": 32.0, "original_length": 4096, "truncate": False}),
   **{"experts_per_token": 4, "router_scores": "softmax_of_chosen", "router_bias": True},
   **{"expert_biases": True, "activation": "gelu_sigmoid", "gate_limit": 7.0, "up_offset": 1.0},
+  "balance_loss": 0.01,
 }
 # Latent attention, YaRN by 40, shared experts, dense layers first.
 _DEEPSEEK = {
@@ -374,6 +385,7 @@ _DEEPSEEK_V2_LITE = {
   **{**_DEEPSEEK, "vocabulary_size": 102_400, "router_normalized": False, "dense_layers": 1},
   **{"experts": 64, "experts_per_token": 6},
   **{"expert_feedforward_size": 1408, "shared_feedforward_size": 2 * 1408},
+  "balance_loss": 0.001,
 }
 _DEEPSEEK_V3 = {
   **{**_DEEPSEEK, "vocabulary_size": 129_280, "query_latent_size": 1536, "dense_layers": 3},
@@ -381,11 +393,13 @@ _DEEPSEEK_V3 = {
   **{"expert_feedforward_size": 2048, "shared_feedforward_size": 2048},
   **{"router_scores": "sigmoid", "router_correction": True, "router_scale": 2.5},
   **{"router_groups": 8, "router_top_groups": 4, "router_group_score": "top2"},
+  **{"balance_loss": 0.0001, "router_bias_rate": 0.001},
 }
 _GLM_4 = {
   **{"head_size": 128, "norm_epsilon": 1e-5, "vocabulary_size": 151_552, "biases": "qkv"},
   **{"rotary_base": 1_000_000.0, "rotary_size": 64, "experts_per_token": 8},
   **{"router_scores": "sigmoid", "router_correction": True},
+  **{"balance_loss": 0.0001, "router_bias_rate": 0.001},
 }
 # Layers in turn see chunks with rotary positions, and all without.
 _LLAMA_4 = {
@@ -395,6 +409,7 @@ _LLAMA_4 = {
   "attention_temperature": ("unrotated", 0.1, 8192),
   **{"experts_per_token": 1, "expert_feedforward_size": 8192, "shared_feedforward_size": 8192},
   **{"router_scores": "sigmoid", "router_normalized": False, "router_scales_inputs": True},
+  "balance_loss": 0.001,
 }
 
 
@@ -413,6 +428,7 @@ _MISTRAL_4 = {
   "attention_scale": 128**-0.5 * (0.1 * math.log(128.0) + 1) ** 2,
   **{"experts": 128, "experts_per_token": 4},
   **{"expert_feedforward_size": 2048, "shared_feedforward_size": 2048},
+  "balance_loss": 0.001,
 }
 
 
@@ -421,143 +437,113 @@ def _yarn_scale(mscale: float) -> float:
   return _DEEPSEEK["head_size"] ** -0.5 * (0.1 * mscale * math.log(40.0) + 1) ** 2
 
 
-# How experts were balanced: beside the weights of V3, OLMoE and GLM-4.5, by their reports
-# (arXiv:2412.19437, 2409.02060, 2508.06471); those of Llama 4 and Mistral Small 4 are not known.
-_GLM_4_BALANCE = {"balance_loss": 0.0001, "router_bias_rate": 0.001}
 PRESETS: dict[str, Preset] = {
-  "gpt2_124m": Preset(1024, _sizes(12, 768, 3072, 12, 12, _GPT_2)),
-  "gpt3_175b": Preset(2048, _sizes(96, 12_288, 49_152, 96, 96, _GPT_3)),
-  "llama2_7b": Preset(4096, _sizes(32, 4096, 11_008, 32, 32, _LLAMA_2)),
-  "llama2_70b": Preset(4096, _sizes(80, 8192, 28_672, 64, 8, _LLAMA_2)),
-  "llama3_8b": Preset(8192, _sizes(32, 4096, 14_336, 32, 8, _LLAMA_3)),
-  "llama3_70b": Preset(8192, _sizes(80, 8192, 28_672, 64, 8, _LLAMA_3)),
-  "llama3_405b": Preset(8192, _sizes(126, 16_384, 53_248, 128, 8, _LLAMA_3)),
-  "llama3_2_1b": Preset(8192, _sizes(16, 2048, 8192, 32, 8, _LLAMA_3_2, head_size=64)),
-  "llama3_2_3b": Preset(8192, _sizes(28, 3072, 8192, 24, 8, _LLAMA_3_2)),
-  "llama3_3_70b": Preset(8192, _sizes(80, 8192, 28_672, 64, 8, _LLAMA_3)),
-  "mistral_7b": Preset(8192, _sizes(32, 4096, 14_336, 32, 8, _LLAMA_2, window=4096)),
-  "mistral_nemo_12b": Preset(8192, _sizes(40, 5120, 14_336, 32, 8, _MISTRAL_NEMO)),
-  "ministral3_3b": Preset(8192, _sizes(26, 3072, 9216, 32, 8, _MINISTRAL_3, tied_embeddings=True)),
-  "ministral3_8b": Preset(8192, _sizes(34, 4096, 14_336, 32, 8, _MINISTRAL_3)),
-  "ministral3_14b": Preset(8192, _sizes(40, 5120, 16_384, 32, 8, _MINISTRAL_3, rotary_base=1e9)),
-  "qwen2_5_0_5b": Preset(4096, _sizes(24, 896, 4864, 14, 2, _QWEN_2_SMALL)),
-  "qwen2_5_1_5b": Preset(4096, _sizes(28, 1536, 8960, 12, 2, _QWEN_2_SMALL)),
-  "qwen2_5_3b": Preset(4096, _sizes(36, 2048, 11_008, 16, 2, _QWEN_2_SMALL)),
-  "qwen2_5_7b": Preset(4096, _sizes(28, 3584, 18_944, 28, 4, _QWEN_2_LARGE)),
-  "qwen2_5_14b": Preset(4096, _sizes(48, 5120, 13_824, 40, 8, _QWEN_2_LARGE)),
-  "qwen2_5_32b": Preset(4096, _sizes(64, 5120, 27_648, 40, 8, _QWEN_2_LARGE)),
-  "qwen2_5_72b": Preset(4096, _sizes(80, 8192, 29_568, 64, 8, _QWEN_2_LARGE)),
-  "qwen3_0_6b": Preset(4096, _sizes(28, 1024, 3072, 16, 8, _QWEN_3_TIED)),
-  "qwen3_1_7b": Preset(4096, _sizes(28, 2048, 6144, 16, 8, _QWEN_3_TIED)),
-  "qwen3_4b": Preset(4096, _sizes(36, 2560, 9728, 32, 8, _QWEN_3_TIED)),
-  "qwen3_8b": Preset(4096, _sizes(36, 4096, 12_288, 32, 8, _QWEN_3)),
-  "qwen3_14b": Preset(4096, _sizes(40, 5120, 17_408, 40, 8, _QWEN_3)),
-  "qwen3_32b": Preset(4096, _sizes(64, 5120, 25_600, 64, 8, _QWEN_3)),
-  "gemma2_9b": Preset(8192, _sizes(42, 3584, 14_336, 16, 8, _GEMMA_2)),
-  "gemma3_1b": Preset(8192, _sizes(26, 1152, 6912, 4, 1, _GEMMA_3)),
-  "gemma3_4b": Preset(8192, _sizes(34, 2560, 10_240, 8, 4, _GEMMA_3_VISION)),
-  "gemma3_12b": Preset(8192, _sizes(48, 3840, 15_360, 16, 8, _GEMMA_3_VISION)),
-  "gemma3_27b": Preset(
+  "gpt2_124m": _decoder(1024, (12, 768, 3072, 12, 12), _GPT_2),
+  "gpt3_175b": _decoder(2048, (96, 12_288, 49_152, 96, 96), _GPT_3),
+  "llama2_7b": _decoder(4096, (32, 4096, 11_008, 32, 32), _LLAMA_2),
+  "llama2_70b": _decoder(4096, (80, 8192, 28_672, 64, 8), _LLAMA_2),
+  "llama3_8b": _decoder(8192, (32, 4096, 14_336, 32, 8), _LLAMA_3),
+  "llama3_70b": _decoder(8192, (80, 8192, 28_672, 64, 8), _LLAMA_3),
+  "llama3_405b": _decoder(8192, (126, 16_384, 53_248, 128, 8), _LLAMA_3),
+  "llama3_2_1b": _decoder(8192, (16, 2048, 8192, 32, 8), _LLAMA_3_2, head_size=64),
+  "llama3_2_3b": _decoder(8192, (28, 3072, 8192, 24, 8), _LLAMA_3_2),
+  "llama3_3_70b": _decoder(8192, (80, 8192, 28_672, 64, 8), _LLAMA_3),
+  "mistral_7b": _decoder(8192, (32, 4096, 14_336, 32, 8), _LLAMA_2, window=4096),
+  "mistral_nemo_12b": _decoder(8192, (40, 5120, 14_336, 32, 8), _MISTRAL_NEMO),
+  "ministral3_3b": _decoder(8192, (26, 3072, 9216, 32, 8), _MINISTRAL_3, tied_embeddings=True),
+  "ministral3_8b": _decoder(8192, (34, 4096, 14_336, 32, 8), _MINISTRAL_3),
+  "ministral3_14b": _decoder(8192, (40, 5120, 16_384, 32, 8), _MINISTRAL_3, rotary_base=1e9),
+  "qwen2_5_0_5b": _decoder(4096, (24, 896, 4864, 14, 2), _QWEN_2_SMALL),
+  "qwen2_5_1_5b": _decoder(4096, (28, 1536, 8960, 12, 2), _QWEN_2_SMALL),
+  "qwen2_5_3b": _decoder(4096, (36, 2048, 11_008, 16, 2), _QWEN_2_SMALL),
+  "qwen2_5_7b": _decoder(4096, (28, 3584, 18_944, 28, 4), _QWEN_2_LARGE),
+  "qwen2_5_14b": _decoder(4096, (48, 5120, 13_824, 40, 8), _QWEN_2_LARGE),
+  "qwen2_5_32b": _decoder(4096, (64, 5120, 27_648, 40, 8), _QWEN_2_LARGE),
+  "qwen2_5_72b": _decoder(4096, (80, 8192, 29_568, 64, 8), _QWEN_2_LARGE),
+  "qwen3_0_6b": _decoder(4096, (28, 1024, 3072, 16, 8), _QWEN_3_TIED),
+  "qwen3_1_7b": _decoder(4096, (28, 2048, 6144, 16, 8), _QWEN_3_TIED),
+  "qwen3_4b": _decoder(4096, (36, 2560, 9728, 32, 8), _QWEN_3_TIED),
+  "qwen3_8b": _decoder(4096, (36, 4096, 12_288, 32, 8), _QWEN_3),
+  "qwen3_14b": _decoder(4096, (40, 5120, 17_408, 40, 8), _QWEN_3),
+  "qwen3_32b": _decoder(4096, (64, 5120, 25_600, 64, 8), _QWEN_3),
+  "gemma2_9b": _decoder(8192, (42, 3584, 14_336, 16, 8), _GEMMA_2),
+  "gemma3_1b": _decoder(8192, (26, 1152, 6912, 4, 1), _GEMMA_3),
+  "gemma3_4b": _decoder(8192, (34, 2560, 10_240, 8, 4), _GEMMA_3_VISION),
+  "gemma3_12b": _decoder(8192, (48, 3840, 15_360, 16, 8), _GEMMA_3_VISION),
+  "gemma3_27b": _decoder(
+    8192, (62, 5376, 21_504, 32, 16), _GEMMA_3_VISION, head_size=128, attention_scale=168**-0.5
+  ),
+  "phi4_mini": _decoder(4096, (32, 3072, 8192, 24, 8), _PHI_4),
+  "olmo2_1b": _decoder(4096, (16, 2048, 8192, 16, 16), _OLMO_2),
+  "olmo2_7b": _decoder(4096, (32, 4096, 11_008, 32, 32), _OLMO_2),
+  "olmo2_13b": _decoder(4096, (40, 5120, 13_824, 40, 40), _OLMO_2),
+  "olmo2_32b": _decoder(4096, (64, 5120, 27_648, 40, 8), _OLMO_2),
+  "smollm2_135m": _decoder(2048, (30, 576, 1536, 9, 3), _SMOLLM_2),
+  "smollm2_360m": _decoder(2048, (32, 960, 2560, 15, 5), _SMOLLM_2),
+  "smollm2_1_7b": _decoder(2048, (24, 2048, 8192, 32, 32), _SMOLLM_2, rotary_base=130_000.0),
+  "lfm2_350m": _decoder(4096, (16, 1024, 4608, 16, 8), _LFM_2),
+  "lfm2_700m": _decoder(4096, (16, 1536, 6912, 24, 8), _LFM_2),
+  "lfm2_1_2b": _decoder(4096, (16, 2048, 8192, 32, 8), _LFM_2),
+  "bamba_9b": _decoder(4096, (32, 4096, 14_336, 32, 8), _BAMBA),
+  "granite4_h_tiny": _decoder(4096, (40, 1536, 512, 12, 4), _GRANITE_4_H, **_GRANITE_4_TINY),
+  "granite4_h_small": _decoder(4096, (40, 4096, 768, 32, 8), _GRANITE_4_H, **_GRANITE_4_SMALL),
+  "granite4_h_micro": _decoder(4096, (40, 2048, 8192, 32, 8), _GRANITE_4_H, **_GRANITE_4_MICRO),
+  "smollm3_3b": _decoder(4096, (36, 2048, 11_008, 16, 4), _SMOLLM_3),
+  "nemotron_h_8b": _decoder(8192, (52, 4096, 21_504, 32, 8), _NEMOTRON_H),
+  "kimi_linear_48b_a3b": _decoder(4096, (27, 2304, 9216, 32, 32), _KIMI_LINEAR),
+  "minimax_text_01": _decoder(8192, (80, 6144, 9216, 64, 8), _MINIMAX),
+  "mixtral_8x7b": _decoder(4096, (32, 4096, 14_336, 32, 8), _MIXTRAL, balance_loss=0.02),
+  "mixtral_8x22b": _decoder(4096, (56, 6144, 16_384, 48, 8), _MIXTRAL, balance_loss=0.001),
+  "qwen3_30b_a3b": _decoder(
+    4096, (48, 2048, 6144, 32, 4), _QWEN_3_EXPERTS, expert_feedforward_size=768
+  ),
+  "qwen3_235b_a22b": _decoder(
+    4096, (94, 4096, 12_288, 64, 4), _QWEN_3_EXPERTS, expert_feedforward_size=1536
+  ),
+  "qwen3_next_80b_a3b": _decoder(4096, (48, 2048, 5120, 16, 2), _QWEN_3_NEXT),
+  "qwen3_5_9b": _decoder(4096, (32, 4096, 12_288, 16, 4), _QWEN_3_5),
+  "qwen3_5_35b_a3b": _decoder(4096, (40, 2048, 512, 16, 2), _QWEN_3_5_MOE),
+  "olmoe_1b_7b": _decoder(4096, (16, 2048, 1024, 16, 16), _OLMOE),
+  "deepseek_v2_lite": _decoder(
+    4096, (27, 2048, 10_944, 16, 16), _DEEPSEEK_V2_LITE, attention_scale=_yarn_scale(0.707)
+  ),
+  "deepseek_v3": _decoder(
+    4096, (61, 7168, 18_432, 128, 128), _DEEPSEEK_V3, attention_scale=_yarn_scale(1.0)
+  ),
+  "mistral_small_4": _decoder(8192, (36, 4096, 12_288, 32, 32), _MISTRAL_4),
+  "llama4_scout": _decoder(
     8192,
-    _sizes(*(62, 5376, 21_504, 32, 16, _GEMMA_3_VISION), head_size=128, attention_scale=168**-0.5),
+    (48, 5120, 16_384, 40, 8),
+    _LLAMA_4,
+    experts=16,
+    query_key_unit_norm=True,
+    rotary_scaling=(16.0, 1.0, 1.0, 8192.0),
   ),
-  "phi4_mini": Preset(4096, _sizes(32, 3072, 8192, 24, 8, _PHI_4)),
-  "olmo2_1b": Preset(4096, _sizes(16, 2048, 8192, 16, 16, _OLMO_2)),
-  "olmo2_7b": Preset(4096, _sizes(32, 4096, 11_008, 32, 32, _OLMO_2)),
-  "olmo2_13b": Preset(4096, _sizes(40, 5120, 13_824, 40, 40, _OLMO_2)),
-  "olmo2_32b": Preset(4096, _sizes(64, 5120, 27_648, 40, 8, _OLMO_2)),
-  "smollm2_135m": Preset(2048, _sizes(30, 576, 1536, 9, 3, _SMOLLM_2)),
-  "smollm2_360m": Preset(2048, _sizes(32, 960, 2560, 15, 5, _SMOLLM_2)),
-  "smollm2_1_7b": Preset(2048, _sizes(24, 2048, 8192, 32, 32, _SMOLLM_2, rotary_base=130_000.0)),
-  "lfm2_350m": Preset(4096, _sizes(16, 1024, 4608, 16, 8, _LFM_2)),
-  "lfm2_700m": Preset(4096, _sizes(16, 1536, 6912, 24, 8, _LFM_2)),
-  "lfm2_1_2b": Preset(4096, _sizes(16, 2048, 8192, 32, 8, _LFM_2)),
-  "bamba_9b": Preset(4096, _sizes(32, 4096, 14_336, 32, 8, _BAMBA)),
-  "granite4_h_tiny": Preset(4096, _sizes(40, 1536, 512, 12, 4, _GRANITE_4_H, **_GRANITE_4_TINY)),
-  "granite4_h_small": Preset(4096, _sizes(40, 4096, 768, 32, 8, _GRANITE_4_H, **_GRANITE_4_SMALL)),
-  "granite4_h_micro": Preset(4096, _sizes(40, 2048, 8192, 32, 8, _GRANITE_4_H, **_GRANITE_4_MICRO)),
-  "smollm3_3b": Preset(4096, _sizes(36, 2048, 11_008, 16, 4, _SMOLLM_3)),
-  "nemotron_h_8b": Preset(8192, _sizes(52, 4096, 21_504, 32, 8, _NEMOTRON_H)),
-  "kimi_linear_48b_a3b": Preset(
+  "llama4_maverick": _decoder(
+    8192, (48, 5120, 16_384, 40, 8), _LLAMA_4, experts=128, sparse_every=2
+  ),
+  "glm4_5_air": _decoder(
     4096,
-    _sizes(27, 2304, 9216, 32, 32, _KIMI_LINEAR),
-    {"balance_loss": 0.0001, "router_bias_rate": 0.001},
+    (46, 4096, 10_944, 96, 8),
+    _GLM_4,
+    experts=128,
+    dense_layers=1,
+    expert_feedforward_size=1408,
+    shared_feedforward_size=1408,
   ),
-  "minimax_text_01": Preset(8192, _sizes(80, 6144, 9216, 64, 8, _MINIMAX), {"balance_loss": 0.001}),
-  "mixtral_8x7b": Preset(4096, _sizes(32, 4096, 14_336, 32, 8, _MIXTRAL), {"balance_loss": 0.02}),
-  "mixtral_8x22b": Preset(4096, _sizes(56, 6144, 16_384, 48, 8, _MIXTRAL), {"balance_loss": 0.001}),
-  "qwen3_30b_a3b": Preset(
+  "glm4_5": _decoder(
     4096,
-    _sizes(48, 2048, 6144, 32, 4, _QWEN_3_EXPERTS, expert_feedforward_size=768),
-    {"balance_loss": 0.001},
+    (92, 5120, 12_288, 96, 8),
+    _GLM_4,
+    experts=160,
+    dense_layers=3,
+    query_key_norm=True,
+    router_scale=2.5,
+    expert_feedforward_size=1536,
+    shared_feedforward_size=1536,
   ),
-  "qwen3_235b_a22b": Preset(
-    4096,
-    _sizes(94, 4096, 12_288, 64, 4, _QWEN_3_EXPERTS, expert_feedforward_size=1536),
-    {"balance_loss": 0.001},
-  ),
-  "qwen3_next_80b_a3b": Preset(
-    4096, _sizes(48, 2048, 5120, 16, 2, _QWEN_3_NEXT), {"balance_loss": 0.001}
-  ),
-  "qwen3_5_9b": Preset(4096, _sizes(32, 4096, 12_288, 16, 4, _QWEN_3_5)),
-  "qwen3_5_35b_a3b": Preset(
-    4096, _sizes(40, 2048, 512, 16, 2, _QWEN_3_5_MOE), {"balance_loss": 0.001}
-  ),
-  "olmoe_1b_7b": Preset(
-    4096,
-    _sizes(16, 2048, 1024, 16, 16, _OLMOE),
-    {"balance_loss": 0.01, "router_z_loss": 0.001},
-  ),
-  "deepseek_v2_lite": Preset(
-    4096,
-    _sizes(*(27, 2048, 10_944, 16, 16, _DEEPSEEK_V2_LITE), attention_scale=_yarn_scale(0.707)),
-    {"balance_loss": 0.001},
-  ),
-  "deepseek_v3": Preset(
-    4096,
-    _sizes(61, 7168, 18_432, 128, 128, _DEEPSEEK_V3, attention_scale=_yarn_scale(1.0)),
-    {"balance_loss": 0.0001, "router_bias_rate": 0.001},
-  ),
-  "mistral_small_4": Preset(
-    8192, _sizes(36, 4096, 12_288, 32, 32, _MISTRAL_4), {"balance_loss": 0.001}
-  ),
-  "llama4_scout": Preset(
-    8192,
-    _sizes(
-      *(48, 5120, 16_384, 40, 8, _LLAMA_4),
-      **{"experts": 16, "query_key_unit_norm": True, "rotary_scaling": (16.0, 1.0, 1.0, 8192.0)},
-    ),
-    {"balance_loss": 0.001},
-  ),
-  "llama4_maverick": Preset(
-    8192,
-    _sizes(48, 5120, 16_384, 40, 8, _LLAMA_4, experts=128, sparse_every=2),
-    {"balance_loss": 0.001},
-  ),
-  "glm4_5_air": Preset(
-    4096,
-    _sizes(
-      *(46, 4096, 10_944, 96, 8, _GLM_4),
-      **{"experts": 128, "dense_layers": 1},
-      **{"expert_feedforward_size": 1408, "shared_feedforward_size": 1408},
-    ),
-    _GLM_4_BALANCE,
-  ),
-  "glm4_5": Preset(
-    4096,
-    _sizes(
-      *(92, 5120, 12_288, 96, 8, _GLM_4),
-      **{"experts": 160, "dense_layers": 3, "query_key_norm": True, "router_scale": 2.5},
-      **{"expert_feedforward_size": 1536, "shared_feedforward_size": 1536},
-    ),
-    _GLM_4_BALANCE,
-  ),
-  "gpt_oss_20b": Preset(
-    4096, _sizes(24, 2880, 2880, 64, 8, _GPT_OSS, experts=32), {"balance_loss": 0.01}
-  ),
-  "gpt_oss_120b": Preset(
-    4096, _sizes(36, 2880, 2880, 64, 8, _GPT_OSS, experts=128), {"balance_loss": 0.01}
-  ),
+  "gpt_oss_20b": _decoder(4096, (24, 2880, 2880, 64, 8), _GPT_OSS, experts=32),
+  "gpt_oss_120b": _decoder(4096, (36, 2880, 2880, 64, 8), _GPT_OSS, experts=128),
 }
 
 

@@ -105,10 +105,7 @@ def test_a_group_needs_the_constant_schedule_as_well():
     (({"parameters": "*", "schedule": "linear"},), "schedule is the same for all groups; set opt"),
     (({"parameters": "*", "learning_rate": "big"},), "learning_rate='big' is no float"),
     (({"parameters": "*", "learning_rate": -1},), "learning_rate=-1: at least 0"),
-    (
-      ({"parameters": "*", "momentum": 0.9},),
-      "momentum=0.9: adamw does not use it; it",
-    ),
+    (({"parameters": "*", "momentum": 0.9},), "momentum=0.9: adamw does not use it; it"),
     (({"parameters": "*", "name": "sgd", "beta_1": 0.9},), "beta_1=0.9: sgd does not use it"),
   ],
 )

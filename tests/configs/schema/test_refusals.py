@@ -131,11 +131,7 @@ CASES = [
   ("lm", 'model.rotary_scaling=("linear",2.0)', "numbers by name, such as ('linear', {'f"),
   ("lm", 'model.rotary_scaling=("yarn",{"factor":2.0})', "it lacks 'original_length'"),
   ("lm", 'model.rotary_scaling=("linear",{"factor":0})', "'factor': a number above 0"),
-  (
-    "lm",
-    'model.rotary_scaling=("linear",{"factor":2.0,"faktor":1})',
-    "linear has no 'faktor'; it has 'factor'; d",
-  ),
+  ("lm", 'model.rotary_scaling=("linear",{"factor":2.0,"faktor":1})', "linear has no 'faktor'; it"),
   ("lm", f'{YARN},"beta_fast":2.0,"truncate":1}})', "'truncate': True or False"),
   ("lm", f'{YARN},"beta_fast":0.5}})', "'beta_slow': at most 'beta_fast'"),
   ("model=gpt2_124m", "data.sequence_length=2048", "is beyond model.max_positions=1024; make data"),
@@ -266,11 +262,7 @@ CASES = [
   ("lm", f"{RING} training.matmul_dtype=int8 lora.rank=2", "with lora.rank=2: adapters read"),
   ("lm", f"{RING} lora.rank=4 lora.dropout=0.1", "lora.dropout=0.1: it is drawn for the gathered"),
   # --- preferences
-  (
-    PREFERENCES,
-    f"{FILES} data.packing=best_fit",
-    "a row of data=preferences is one pair; take none",
-  ),
+  (PREFERENCES, f"{FILES} data.packing=best_fit", "a row of data=preferences is one pair; take"),
   (PREFERENCES, f"{FILES} training.dpo_label_smoothing=0.5", "at least 0 and below 0.5"),
   (PREFERENCES, f"{FILES} training.z_loss=0.1", "the task dpo does not use it"),
   ("lm", "training.dpo_beta=0.5", "the task causal_lm does not use it"),
@@ -294,11 +286,7 @@ CASES = [
   ("lm", "training.pipeline=gpipe", "mesh.stage, which is 1; set that, or leave the key at '1f1b'"),
   ("lm", "training.microbatches=4", "training.microbatches=4 is about mesh.stage, which is 1"),
   ("lm", f"{STAGES} model.layers=6", "mesh.stage to one of 2, 3, 6, or make model.layers 4 or 8"),
-  (
-    "lm",
-    f"{INTERLEAVED} training.pipeline_chunks=3",
-    "mesh.stage=4 x training.pipeline_chunks=3; set training.pipeline_chunks to one of 2, or make",
-  ),
+  ("lm", f"{INTERLEAVED} training.pipeline_chunks=3", "mesh.stage=4 x training.pipeline_chunks=3;"),
   ("lm", f"{STAGES} training.pipeline_chunks=4", "is about training.pipeline=interleaved, and it"),
   ("lm", f"{STAGES} training.microbatches=5", "training.microbatches=5: data.global_batch_size="),
   ("lm", f"{INTERLEAVED} training.microbatches=2", "such as 4; 1f1b takes any number"),

@@ -299,10 +299,7 @@ def test_a_file_that_cannot_be_read(encoder, tmp_path):
 @pytest.mark.parametrize(
   ("source", "message"),
   [
-    (
-      "{{ raise_exception('Roles must alternate') }}",
-      "T refuses the conversation: Roles must alter",
-    ),
+    ("{{ raise_exception('Roles must alternate') }}", "T refuses the conversation: Roles must"),
     ("\n{{ messages[0].name.first }}", "T, line 2: 'dict object' has no attribute 'name'"),
     ("{{ nothing.x }}", "T, line 1: 'nothing' is undefined"),
     ("\n\n{{ 'a' + 1 }}", "T, line 3: TypeError: can only concatenate str"),

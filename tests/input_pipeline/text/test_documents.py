@@ -284,11 +284,7 @@ def test_what_is_no_parquet_file_is_refused(content, tmp_path):
     ([{"t": 1, "u": None}], "", r"holds no texts; present are 't' \(a number\), 'u' \(null\)"),
     ([{"text": "a", "n": 1}], "body", r"'body' is not there; present are 'text' \(a string\), 'n'"),
     ([{"text": "a", "n": 1}], "n", r"_feature='n' is no text; present are 'text' \(a string\)"),
-    (
-      [{"text": "a"}, {"text": 1}],
-      "",
-      r"'text' has mixed types: a number in line 2 and a string in line 1; wr",
-    ),
+    ([{"text": "a"}, {"text": 1}], "", r"'text' has mixed types: a number in line 2 and a string"),
     ([{"text": "a"}, {"text": []}], "text", r"'text' has mixed types: a list in line 2"),
     ([{"text": None}] * 3, "text", "text"),
     ([{"text": 1, "url": "b"}, {"text": "a"}], "", r"several hold texts: 'text', 'url'; name"),
