@@ -37,6 +37,15 @@ def changed(content, **parts):
   return {**json.loads(json.dumps(content)), **parts}
 
 
+def written(folder, model, special, **parts):
+  """Writes a tokenizer of the library's model, whose documents end with </s>."""
+  library = tokenizers.Tokenizer(model)
+  for name, part in parts.items():
+    setattr(library, name, part)
+  library.add_special_tokens(special)
+  return save(folder, library.to_str(), {"eos_token": "</s>"})
+
+
 # ------------------------------ the library's ids ------------------------------
 
 
@@ -101,22 +110,9 @@ def test_no_text_becomes_a_special_token(content, tmp_path):
 
 
 def test_a_unigram_model_does_not_find_its_own_end_in_a_text(tmp_path):
-  pieces = [
-    [piece, score] for score, piece in [(0, "<unk>"), (0, "</s>"), *((-1, c) for c in "</s>ab")]
-  ]
-  pieces = [*dict(pieces).items()]
-  content = {
-    "version": "1.0",
-    "truncation": None,
-    "padding": None,
-    "normalizer": None,
-    "pre_tokenizer": None,
-    "post_processor": None,
-    "decoder": {"type": "Fuse"},
-    "added_tokens": [added(0, "<unk>"), added(1, "</s>")],
-    "model": {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False},
-  }
-  folder = save(tmp_path, content, {"eos_token": "</s>"})
+  pieces = {"<unk>": 0.0, "</s>": 0.0, **dict.fromkeys("</s>ab", -1.0)}
+  model = tokenizers.models.Unigram([*pieces.items()], unk_id=0, byte_fallback=False)
+  folder = written(tmp_path, model, ["<unk>", "</s>"], decoder=tokenizers.decoders.Fuse())
   assert 1 in library_of(folder).encode("a</s>b").ids  # the library's switch does not help here
   one = tokenizer.load(folder)
   [ids] = one.encode(["a</s>b\u3042"])
@@ -236,52 +232,22 @@ def test_a_malformed_file_is_refused_with_its_path(parts, config, content, tmp_p
 # ------------------------------ decoders ------------------------------
 
 
-@pytest.mark.parametrize(
-  "decoder",
-  [
-    {
-      "type": "Sequence",
-      "decoders": [
-        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-      ],
-    },
-    {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": False},
-  ],
-)
-def test_pieces_with_a_mark_for_spaces_are_spelled_as_the_library_does(decoder, tmp_path):
+@pytest.mark.parametrize("sequence", [True, False])
+def test_pieces_with_a_mark_for_spaces_are_spelled_as_the_library_does(sequence, tmp_path):
   """The form of Llama 2 and Gemma: a space is U+2581, unknown characters are tokens of a byte."""
   pieces = ["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "\u2581", *"abcs</>", "\u3042"]
-  content = {
-    "version": "1.0",
-    "truncation": None,
-    "padding": None,
-    "added_tokens": [added(1, "</s>")],
-    "normalizer": {
-      "type": "Sequence",
-      "normalizers": [
-        {"type": "Prepend", "prepend": "\u2581"},
-        {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
-      ],
-    },
-    "pre_tokenizer": None,
-    "post_processor": None,
-    "decoder": decoder,
-    "model": {
-      "type": "BPE",
-      "dropout": None,
-      "unk_token": "<unk>",
-      "fuse_unk": True,
-      "continuing_subword_prefix": None,
-      "end_of_word_suffix": None,
-      "byte_fallback": True,
-      "vocab": {p: i for i, p in enumerate(pieces)},
-      "merges": [],
-    },
-  }
-  folder = save(tmp_path, content, {"eos_token": "</s>"})
+  vocabulary = {piece: number for number, piece in enumerate(pieces)}
+  decoders, normalizers = tokenizers.decoders, tokenizers.normalizers
+  parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+  decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+  marks = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+  folder = written(
+    tmp_path,
+    tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True),
+    ["</s>"],
+    normalizer=normalizers.Sequence(marks),
+    decoder=decoder if sequence else decoders.Metaspace(),
+  )
   one, library = tokenizer.load(folder), library_of(folder)
   for text in ("ab c", " a", "a\u3042</s>", "<a>"):
     [ids] = one.encode([text])
@@ -289,7 +255,7 @@ def test_pieces_with_a_mark_for_spaces_are_spelled_as_the_library_does(decoder, 
     assert (
       one.decode(ids).decode() == library.decode(ids.tolist(), skip_special_tokens=False) == text
     )
-  if decoder["type"] == "Sequence":
+  if sequence:
     [ids] = one.encode(["é\U000e0001"])
     assert one.decode(ids).decode() == "é\U000e0001"
     assert [one.token_bytes(i) for i in ids[:3]] == [b" ", b"\xc3", b"\xa9"]
@@ -297,25 +263,15 @@ def test_pieces_with_a_mark_for_spaces_are_spelled_as_the_library_does(decoder, 
 
 
 def test_a_decoder_that_looks_at_neighbors_is_the_library_s(tmp_path):
-  vocabulary = {"[UNK]": 0, "[SEP]": 1, "play": 2, "##ing": 3, "he": 4}
-  content = {
-    "version": "1.0",
-    "truncation": None,
-    "padding": None,
-    "normalizer": None,
-    "added_tokens": [added(0, "[UNK]"), added(1, "[SEP]")],
-    "pre_tokenizer": {"type": "Whitespace"},
-    "post_processor": None,
-    "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": False},
-    "model": {
-      "type": "WordPiece",
-      "unk_token": "[UNK]",
-      "continuing_subword_prefix": "##",
-      "max_input_chars_per_word": 100,
-      "vocab": vocabulary,
-    },
-  }
-  one = tokenizer.load(save(tmp_path, content, {"eos_token": "[SEP]"}))
+  vocabulary = {"[UNK]": 0, "</s>": 1, "play": 2, "##ing": 3, "he": 4}
+  folder = written(
+    tmp_path,
+    tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"),
+    ["[UNK]", "</s>"],
+    pre_tokenizer=tokenizers.pre_tokenizers.Whitespace(),
+    decoder=tokenizers.decoders.WordPiece(cleanup=False),
+  )
+  one = tokenizer.load(folder)
   [ids] = one.encode(["he playing x"])
   assert ids.tolist() == [4, 2, 3, 0]
   assert one.decode(ids) == b"he playing [UNK]"
