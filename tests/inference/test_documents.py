@@ -18,15 +18,12 @@ TOKENS = np.random.default_rng(3).integers(1, 61, (len(LENGTHS), LENGTH)).astype
 SEGMENTS = np.array([np.repeat(range(len(row)), row) for row in LENGTHS], np.int32)
 APART = {"model.separate_documents": True, "training.matmul_precision": "highest"}
 JOBS = {
-  "single-rotary": ("single", {}),
-  "single-learned": ("single", {"model.positions": "learned"}),
   "single-windows": (
     "single",
     {"model.window": 3, "model.global_every": 2, "model.attention_sinks": True},
   ),
   "dp4_tp2-learned": ("dp4_tp2", {"model.positions": "learned", "model.attention_sinks": True}),
   "dp4_tp2-latent": ("dp4_tp2", LATENTS),
-  "fsdp8-rotary": ("fsdp8", {}),
   "context-rotary": ("single", {"mesh.context": 2}),
 }
 
@@ -91,12 +88,7 @@ def packed(job, params, *all_segments_BT):
   return [np.asarray(forward(params, tokens_BT, segments_BT)) for segments_BT in all_segments_BT]
 
 
-LONG = ("single-learned", "dp4_tp2-latent", "fsdp8-rotary")
-
-
-@pytest.mark.parametrize(
-  "name", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in JOBS]
-)
+@pytest.mark.parametrize("name", JOBS)
 def test_sampled_logits_are_those_of_a_packed_row(name):
   strategy, overrides = JOBS[name]
   job = make_job(strategy, "lm", **APART, **overrides)

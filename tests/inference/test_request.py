@@ -1,6 +1,7 @@
 """Prompts as tokens, and what of a request is refused."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -25,9 +26,14 @@ class Upper(ByteTokenizer):
     return [np.frombuffer(text.decode().upper().encode(), np.uint8) for text in texts]
 
 
+@functools.cache
+def small():
+  return make_job("single", "lm").config
+
+
 def config_of(monkeypatch, tokenizer=None, **data):
   """Returns a config whose data is read with a tokenizer."""
-  config = make_job("single", "lm").config.copy_and_resolve_references()
+  config = small().copy_and_resolve_references()
   config.model.vocabulary_size = 256
   config.data.sequence_length = 80
   with config.unlocked():

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import numpy as np
-import pytest
 from flax import nnx
 
 from inference.request import Request
@@ -12,7 +11,11 @@ from inference.rollouts import RolloutSampler
 from tests.helpers.jobs import first_state, make_job
 
 FLOAT64 = {"training.parameter_dtype": "float64", "training.compute_dtype": "float64"}
-HYBRID = {"model.mixer": "gated_delta", "model.layer_types": ("mixer", "full")}
+# Layers with a state, and layers with keys of a window and sinks.
+KEYS = {
+  **{**FLOAT64, "model.mixer": "gated_delta", "model.layer_types": ("mixer", "sliding")},
+  **{"model.window": 4, "model.attention_sinks": True},
+}
 NEW, LONGEST = 7, 5
 GROUPS = [[3, 5, 7], [44], [9, 60, 9, 1, 2], [8, 8]]
 PROMPTS = [np.array(one, np.int32) for one in GROUPS for _ in range(3)]
@@ -20,24 +23,24 @@ MOST = 1 + len(PROMPTS) // 4
 
 
 @functools.cache
-def ready(strategy, *more):
+def ready(strategy):
   with jax.enable_x64(True):
-    job = make_job(strategy, "lm", **FLOAT64, **dict(more))
+    job = make_job(strategy, "lm", **KEYS)
     return job, first_state(job).params
 
 
 @functools.cache
-def sampler(strategy, *more, together=0):
-  job, _ = ready(strategy, *more)
+def sampler(strategy, together=0):
+  job, _ = ready(strategy)
   with jax.enable_x64(True):
     sizes = {"prompt_tokens": LONGEST, "new_tokens": NEW, "rows": len(PROMPTS)}
     return RolloutSampler(job, **sizes, temperature=1.3, together=together)
 
 
 @functools.cache
-def answers(strategy, *more, together=0):
+def answers(strategy, together=0):
   """Returns (answers, how many steps of decode they took)."""
-  made, params = sampler(strategy, *more, together=together), ready(strategy, *more)[1]
+  made, params = sampler(strategy, together), ready(strategy)[1]
   steps, decode = [], made.sampler.decode
   made.sampler.decode = lambda *given: steps.append(1) or decode(*given)
   with jax.enable_x64(True):
@@ -51,19 +54,10 @@ def assert_same(found, wanted):
   np.testing.assert_allclose(found.log_probabilities, wanted.log_probabilities, rtol=0, atol=1e-12)
 
 
-KINDS = {
-  "dense": (),
-  "hybrid": tuple(HYBRID.items()),
-  "window and sinks": (("model.window", 4), ("model.attention_sinks", True)),
-  "experts": (("model.experts", 4), ("model.experts_per_token", 2)),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_log_probabilities_are_those_of_whole_rows_without_a_cache(kind):
-  """Of rows that were refilled beside others, in every kind of layer."""
-  job, params = ready("single", *KINDS[kind])
-  found, _ = answers("single", *KINDS[kind], together=MOST)
+def test_log_probabilities_are_those_of_whole_rows_without_a_cache():
+  """Of rows that were refilled beside others; of other kinds of layers: test_grpo.py."""
+  job, params = ready("single")
+  found, _ = answers("single", MOST)
   rows = np.zeros((len(PROMPTS), LONGEST + NEW), np.int32)
   for row, (prompt, drawn) in enumerate(zip(PROMPTS, found.tokens, strict=True)):
     rows[row, : len(prompt) + NEW] = np.concatenate([prompt, drawn])
@@ -85,17 +79,16 @@ def test_log_probabilities_are_those_of_whole_rows_without_a_cache(kind):
 
 
 def test_an_answer_depends_on_no_row_beside_it_nor_on_the_mesh():
-  wanted, steps = answers("single")
+  wanted, steps = answers("dp4_tp2")
   assert len({*map(bytes, wanted.tokens)}) == len(PROMPTS), "equal prompts draw different answers"
   assert steps == NEW - 1
-  refilled, more_steps = answers("single", together=MOST)
+  refilled, more_steps = answers("single", MOST)
   assert steps < more_steps < 4 * NEW
-  for found in (refilled, answers("dp4_tp2", together=MOST)[0]):
-    assert_same(found, wanted)
+  assert_same(refilled, wanted)
 
 
 def test_an_answer_depends_on_its_number_and_not_on_the_order():
-  made, params = sampler("single", together=MOST).sampler, ready("single")[1]
+  made, params = sampler("single", MOST).sampler, ready("single")[1]
   with jax.enable_x64(True):
     drawn = {}
     for order in (range(len(PROMPTS)), [7, 3, 11, 0, 5]):
@@ -112,12 +105,12 @@ def test_an_answer_depends_on_its_number_and_not_on_the_order():
 
 
 def test_of_equal_prompts_one_is_read():
-  made = sampler("single").sampler
+  made = sampler("single", MOST).sampler
   with jax.enable_x64(True):
-    _, tokens_RT, counts_R, source_B = made._inputs(dict(enumerate(PROMPTS[:6])))
+    _, tokens_RT, counts_R, source_B = made._inputs({0: PROMPTS[0], 2: PROMPTS[0], 3: PROMPTS[3]})
   assert tokens_RT.shape == (2, LONGEST)
   assert counts_R.tolist() == [3, 1]
-  assert source_B.tolist() == [0, 0, 0, 1, 1, 1, *[-1] * 6]
+  assert source_B.tolist() == [0, -1, 0, 1]
 
 
 def test_a_hot_model_ends_answers_by_ids_that_its_tokenizer_does_not_have():

@@ -16,7 +16,6 @@ LENGTH = 64  # so that rows are 32 or 64 tokens wide
 SIZES = {"data.sequence_length": LENGTH, "data.global_batch_size": 8, "model.layers": 1, **WIDE}
 # Which of the ways to compute logits a mesh takes.
 JOBS = {
-  "single": ("single", {}),
   "dp4_tp2, chunks": ("dp4_tp2", {"training.loss_chunks": 2}),
   "context=2, a ring": ("single", {"mesh.context": 2, "mesh.data": 2}),
 }
