@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
 from etils import epath
 
 from partitioning.rules import named_leaves, nested
@@ -50,11 +49,11 @@ from training.checkpointing.integrity import (
 )
 
 _NAMED, _NAMED_FILES = 30, 3  # so many arrays stand in a message, and files
-# Files up to this size are checked by every process, before it trusts the names in them; shapes and
-# dtypes are in TensorStore's index, which has its own checksums. Of the larger files, with the
-# arrays, each process checks a share.
+# Files up to this size, and all with JSON, are checked by every process before it trusts the names
+# in them; shapes and dtypes are in TensorStore's index, which has its own checksums. Of the larger
+# files, with the arrays, each process checks a share.
 SMALL_BYTES = 2**20
-_ARRAY = "/.zarray"  # ends the name of each array in TensorStore's index
+_ALWAYS = (*JSON.values(), f"{STATE}/_METADATA")
 
 
 def parse_location(text: str) -> tuple[epath.Path, int | None]:
@@ -321,7 +320,7 @@ def check(path: epath.Path, verify: str) -> Verified:
       listed = read_digests(path)
       check_sizes(path, listed)
     if verify == FULL:
-      small = [d for d in listed if d.size <= SMALL_BYTES or d.path in JSON.values()]
+      small = [d for d in listed if d.size <= SMALL_BYTES or d.path in _ALWAYS]
       large = [d for d in listed if d not in small]
       contents = check_contents(path, small, keep=JSON.values())
   except DamagedError as error:
@@ -454,16 +453,10 @@ def _text(array: Any) -> str:
 
 
 def require_same(path: epath.Path, lines: list[str]) -> None:
-  """Raises ValueError if there are differences between a step's arrays and the requested ones.
-
-  Raises:
-    UnreadableError: the step's metadata is damaged.
-  """
-  if not lines:
-    return
-  _check_names(path)
-  count = f"{len(lines)} {'array differs' if len(lines) == 1 else 'arrays differ'}"
-  raise forms.refusal(f"{path} does not fit ({count}):", lines, _NAMED)
+  """Raises ValueError if there are differences between a step's arrays and the requested ones."""
+  if lines:
+    count = f"{len(lines)} {'array differs' if len(lines) == 1 else 'arrays differ'}"
+    raise forms.refusal(f"{path} does not fit ({count}):", lines, _NAMED)
 
 
 def stored_arrays(path: epath.Path) -> Mapping[str, Any]:
@@ -475,31 +468,6 @@ def stored_arrays(path: epath.Path) -> Mapping[str, Any]:
   # A Checkpointer would log the error and return None.
   metadata = _from_orbax(path, lambda path: ocp.PyTreeCheckpointHandler().metadata(path))
   return named_leaves(metadata.tree)
-
-
-def _check_names(path: epath.Path) -> None:
-  """Distinguishes damaged metadata from a checkpoint of another model, before that is refused.
-
-  Orbax's metadata names the arrays, and TensorStore's index has them by the same names.
-
-  Raises:
-    UnreadableError: the two differ.
-  """
-
-  def names(path: epath.Path) -> set[str]:
-    base = f"file://{os.path.abspath(path)}/" if files.is_local(path) else f"{path}/"
-    store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
-    keys = [key.decode(errors="replace") for key in store.list().result()]
-    return {key.removesuffix(_ARRAY) for key in keys if key.endswith(_ARRAY)}
-
-  indexed = _from_orbax(path, names)
-  named = {name.replace("/", ".") for name in stored_arrays(path)}
-  if named != indexed:
-    few = ", ".join(sorted(named ^ indexed)[:3])
-    raise UnreadableError(
-      f"{STATE}/_METADATA: it names {len(named)} arrays, and the index has {len(indexed)}; only "
-      f"one of them has {few}"
-    )
 
 
 def _from_orbax(path: epath.Path, read: Callable[[epath.Path], Any]) -> Any:

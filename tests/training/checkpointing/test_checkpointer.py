@@ -20,6 +20,7 @@ from tests.training.checkpointing.states import (
   restored_parameters,
   save_counting,
 )
+from training.checkpointing import checkpointer as store
 from training.checkpointing import reading
 from training.checkpointing.checkpointer import Checkpointer, Retention
 
@@ -66,16 +67,6 @@ def test_metrics_over_other_examples_are_not_compared():
   assert retention.kept(STEPS) == {20, 30, 70}
 
 
-def test_a_missing_metric_names_those_that_there_are():
-  with pytest.raises(ValueError, match=r"keep_best='eval_los': the metrics are eval_loss, other"):
-    Retention(1, 0, "eval_los").note(10, {"eval_loss": 1.0, "other": 2.0})
-
-
-def test_numbers_below_the_least_are_refused():
-  with pytest.raises(ValueError, match=r"checkpoint\.keep=0: at least 1"):
-    Retention(0, 0, "")
-
-
 # ------------------------------ saving and restoring ------------------------------
 
 
@@ -94,7 +85,7 @@ def written(dp8, tmp_path_factory):
   return folder, tree
 
 
-@pytest.mark.parametrize("strategy", ["dp4_tp2", "fsdp8", "single"])
+@pytest.mark.parametrize("strategy", ["fsdp8", "single"])
 def test_another_layout_restores_every_leaf_bit_equal_where_it_belongs(strategy, written):
   folder, tree = written
   target = abstract(make_job(strategy, "lm"))
@@ -113,15 +104,16 @@ def test_saved_sharded_it_restores_on_one_device(dp8, tmp_path):
     assert_bit_equal(checkpointer.restore(abstract(dp8))[1], tree)
 
 
-def test_a_large_array_of_one_device_is_read_in_parts(tmp_path):
+def test_a_large_array_of_one_device_is_read_in_parts(tmp_path, monkeypatch):
+  assert store.CHUNK_BYTES == 2**25
+  monkeypatch.setattr(store, "CHUNK_BYTES", 2**15)
   array = jax.device_put(
-    np.arange(24_000_000, dtype=np.float32).reshape(6000, 4000),
-    SingleDeviceSharding(jax.devices()[0]),
+    np.arange(24_000, dtype=np.float32).reshape(60, 400), SingleDeviceSharding(jax.devices()[0])
   )
   with Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, {"x": array}, config={}, record={})
   stored = reading.stored_arrays(checkpointer.folder / "1")["x"]
-  assert np.prod(stored.storage.chunk_shape) * 4 <= 2**25 < array.nbytes
+  assert np.prod(stored.storage.chunk_shape) * 4 <= 2**15 < array.nbytes
 
 
 def test_the_state_may_be_donated_at_once(tmp_path):
@@ -155,71 +147,19 @@ def test_config_record_and_metrics_travel_along(tmp_path):
 
 def test_the_newest_every_nth_and_the_best_are_kept(tmp_path):
   losses = {10: 3.0, 20: 1.0, 40: 2.0, 50: float("nan")}
+  few, many = {"data": "held out", "examples": 16}, {"data": "held out", "examples": 32}
 
   def save(steps):
     with Checkpointer(tmp_path, keep=2, keep_every_steps=30, keep_best="eval_loss") as checkpointer:
       for step in steps:
         metrics = {"eval_loss": losses[step]} if step in losses else None
-        checkpointer.save(step, counting_tree(step), config=CONFIG, record=RECORD, metrics=metrics)
+        keys = {"metrics": metrics, "metrics_over": many if step == 40 else few}
+        checkpointer.save(step, counting_tree(step), config=CONFIG, record=RECORD, **keys)
     return checkpointer.steps()
 
   assert save((10, 20, 30, 40)) == [20, 30, 40]
-  assert save((50, 60, 70, 80)) == [20, 30, 60, 70, 80]  # the metric is known after a new start
-
-
-def test_the_best_accuracy_is_the_highest():
-  def kept(best, values):
-    retention = Retention(1, 0, best)
-    for step, value in enumerate(values):
-      retention.note(step, {best: value})
-    return retention.kept(range(len(values)))
-
-  assert kept("eval_accuracy", [0.1, 0.9, 0.9, 0.5]) == {2, 3}
-  assert kept("eval_loss", [0.1, 0.9, 0.9, 0.5]) == {0, 3}
-
-
-def test_metrics_over_other_examples_are_never_compared(tmp_path):
-  few, many = {"data": "held out", "examples": 16}, {"data": "held out", "examples": 32}
-  found = {
-    # The lowest of all is that of another part of the split; it takes nobody's place.
-    1: (2.0, few),
-    2: (1.0, few),
-    3: (1.5, few),
-    4: (0.1, many),
-    5: (0.2, many),
-    6: (0.05, {**few, "data": "other rows"}),
-    7: (0.01, None),  # saved before it was known what a metric is over
-    8: (3.0, few),
-  }
-
-  def save(steps):
-    with Checkpointer(tmp_path, keep=1, keep_best="eval_loss") as checkpointer:
-      for step in steps:
-        value, over = found[step]
-        checkpointer.save(
-          step,
-          counting_tree(step),
-          config=CONFIG,
-          record=RECORD,
-          metrics={"eval_loss": value},
-          metrics_over=over,
-        )
-      checkpointer.wait()
-      record = checkpointer.verified(2).record
-    return checkpointer.steps(), record
-
-  steps, record = save((1, 2, 3, 4))
-  assert steps == [2, 4]
-  assert (record["metrics"], record["metrics_over"]) == ({"eval_loss": 1.0}, few)
-  assert save((5, 6, 7, 8))[0] == [2, 4, 6, 7, 8]  # known after a new start
-
-
-def test_a_step_that_is_saved_again_is_ranked_again():
-  retention = Retention(1, 0, "eval_loss")
-  for step, value in ((1, 0.1), (2, 0.5), (3, 0.7)):
-    retention.note(step, {"eval_loss": value})
-  retention.note(1, None)
-  assert retention.kept([1, 2, 3]) == {2, 3}
+  # The metric is known after a new start; 40 is the best of those over its examples.
+  assert save((50, 60, 70, 80)) == [20, 30, 40, 60, 70, 80]
 
 
 def test_an_unknown_metric_and_numbers_below_their_least_are_refused(tmp_path):
@@ -286,15 +226,6 @@ def test_every_array_that_differs_is_named_with_both_sides(tmp_path):
   assert checkpointer.steps() == [4]  # nothing was put aside
 
 
-def test_an_optimizer_of_another_kind_is_refused(written):
-  target = abstract(make_job("dp8", "lm", **{"optimizer.name": "sgd"}))
-  with (
-    Checkpointer(written[0], read_only=True) as checkpointer,
-    pytest.raises(ValueError, match=r"optimizer/0/mu/.*: float32\[.*\] in the checkpoint, absent"),
-  ):
-    checkpointer.restore(target)
-
-
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path):
   with Checkpointer(tmp_path, keep=2) as checkpointer:
     with pytest.raises(ValueError, match=r"has no checkpoints; give the workdir"):
@@ -354,24 +285,11 @@ def test_each_step_has_a_copy_of_the_tokenizer(tmp_path):
     folder = tmp_path / str(step) / "tokenizer"
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
   assert {path.name for path in tmp_path.iterdir()} == {"2", "3"}
-
-
-def test_a_damaged_copy_of_the_tokenizer_is_a_damaged_step(tmp_path):
-  said = []
-  with Checkpointer(tmp_path, keep=2, tokenizer=FILES) as checkpointer:
-    save_counting(checkpointer, 1, 2)
-  (tmp_path / "2" / "tokenizer" / "tokenizer.json").write_bytes(b'{"version": "1.1"}')
-  with Checkpointer(tmp_path, read_only=True, warn=said.append) as checkpointer:
-    assert checkpointer.restore(counting_target())[0] == 1
-  assert "tokenizer/tokenizer.json" in " ".join(said)
-
-
-def test_a_step_with_another_file_beside_the_tokenizer_is_not_removed(tmp_path):
+  (tmp_path / "3" / "tokenizer" / "tokenizer.json").write_bytes(b'{"version": "1.1"}')
+  (tmp_path / "2" / "tokenizer" / "notes.txt").write_text("somebody's")
   said = []
   with Checkpointer(tmp_path, keep=1, warn=said.append, tokenizer=FILES) as checkpointer:
-    save_counting(checkpointer, 1)
-    checkpointer.wait()
-    (tmp_path / "1" / "tokenizer" / "notes.txt").write_text("somebody's")
-    save_counting(checkpointer, 2)
-  assert (tmp_path / "1" / "tokenizer" / "notes.txt").exists()
+    save_counting(checkpointer, 4, 5)
+    assert checkpointer.steps() == [2, 5]
+  assert (tmp_path / "2" / "tokenizer" / "notes.txt").exists()
   assert any("holds more than was saved there" in line for line in said)

@@ -88,14 +88,6 @@ def test_a_file_that_grows_is_read_when_it_has_stopped(tmp_path, data):
   assert ahead.sha256("a", 3 * len(LARGE)) == hashlib.sha256(3 * LARGE).hexdigest()
 
 
-def test_a_digest_of_a_part_of_a_file_does_not_count(tmp_path, data):
-  with EarlyChecksums(epath.Path(tmp_path / "7.saving"), 1) as ahead:
-    (data / "a").write_bytes(LARGE)
-    until(lambda: ahead.sha256("a", len(LARGE)))
-    (data / "a").write_bytes(2 * LARGE)
-    assert ahead.sha256("a", 2 * len(LARGE)) == ""
-
-
 def test_files_read_ahead_are_not_read_again_and_are_in_the_digests(tmp_path, monkeypatch):
   whole, read = [], integrity.read_through
 

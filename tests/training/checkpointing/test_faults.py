@@ -46,8 +46,11 @@ def test_the_classes_of_files_are_all_there_are(whole):
   assert files == known
 
 
-@pytest.mark.parametrize("how", damage.DAMAGES, ids=lambda how: how.__name__)
-@pytest.mark.parametrize("name", damage.CLASSES)
+# Of all files: test_integrity.py.
+@pytest.mark.parametrize(
+  ("name", "how"),
+  [("config/metadata", damage.delete), ("digests", damage.cut), ("state/d/*", damage.flip)],
+)
 def test_a_damaged_file_is_noticed_and_the_older_step_is_used(name, how, copy, capfd):
   done = damage.harm(copy / "30", name, how, random.Random())
   with Checkpointer(copy, keep=2) as checkpointer:
@@ -58,9 +61,8 @@ def test_a_damaged_file_is_noticed_and_the_older_step_is_used(name, how, copy, c
     assert warning in capfd.readouterr().err, done
     assert checkpointer.steps() == [10, 20]
     assert (copy / "30.broken").is_dir()
-    if how is damage.DAMAGES[0]:  # what follows is the same for all
-      save_counting(checkpointer, 25)  # older than the broken one
-      assert_bit_equal(checkpointer.restore(counting_target())[1], counting_tree(25))
+    save_counting(checkpointer, 25)  # older than the broken one
+    assert_bit_equal(checkpointer.restore(counting_target())[1], counting_tree(25))
 
 
 def test_several_broken_steps_are_all_named_and_passed_over(copy):
@@ -168,7 +170,8 @@ def test_whatever_a_kill_leaves_opens_and_restores_to_a_saved_state(server, tmp_
   assert torn, f"no kill of {kills} met a save under way (seed {seed})"
 
 
-@pytest.mark.parametrize("stage", STAGES)
+# The others by `make test-faults`, of whole runs.
+@pytest.mark.parametrize("stage", ["data", "digest file", "garbage collection"])
 def test_a_kill_at_a_stage_of_a_save_leaves_the_step_before_or_this_one(stage, server, tmp_path):
   for _ in range(20):
     pid = start(server, tmp_path, saves=3)

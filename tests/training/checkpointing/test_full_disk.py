@@ -54,7 +54,7 @@ def assert_nothing_lost(checkpointer, step):
   assert_bit_equal(checkpointer.restore(counting_target())[1], counting_tree(step))
 
 
-@pytest.mark.parametrize("size", [0, 60, 100, 1000, 2000])  # the most bytes of a file
+@pytest.mark.parametrize("size", [0, 100, 2000])  # the most bytes of a file
 def test_a_failed_save_is_reported_once_and_the_step_can_be_saved_again(size, tmp_path, caplog):
   with Checkpointer(tmp_path, keep=2) as checkpointer:
     save_counting(checkpointer, 1)

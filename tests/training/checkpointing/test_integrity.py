@@ -63,13 +63,17 @@ def restored(folder, verify) -> tuple[int, list[str]]:
   return step, said
 
 
-@pytest.mark.parametrize("how", [damage.delete, damage.empty, damage.cut], ids=lambda h: h.__name__)
-@pytest.mark.parametrize("name", damage.CLASSES)
-def test_sizes_tell_of_what_is_missing_or_cut(name, how, copy):
-  done = damage.harm(copy / str(NEWER), name, how, random.Random())
-  step, [line] = restored(copy, integrity.SIZE)
-  assert step == OLDER
-  assert f"cannot be read ({done.partition(':')[0]}: " in line
+@pytest.mark.parametrize("how", damage.DAMAGES, ids=lambda how: how.__name__)
+def test_every_damage_is_found_and_by_sizes_what_is_missing_or_cut(how, saved, tmp_path):
+  step, kinds = tmp_path / str(NEWER), [integrity.FULL, integrity.SIZE][: 1 + (how != damage.flip)]
+  for name in damage.CLASSES:
+    shutil.copytree(saved / str(NEWER), step)
+    done = damage.harm(step, name, how, random.Random())
+    for verify in kinds:
+      with pytest.raises(integrity.UnreadableError) as error:
+        reading.check(path_of(tmp_path), verify)
+      assert str(error.value).startswith(f"{done.partition(':')[0]}: ")
+    shutil.rmtree(step)
 
 
 def change(folder, before: bytes, after: bytes) -> list[str]:
@@ -107,9 +111,10 @@ def test_sizes_alone_do_not_tell_of_a_flipped_bit_and_full_does(copy):
 
 # What Orbax and TensorStore can do without, or do not look at.
 UNSEEN = {"digests", "state/_sharding", "state/ocdbt.process_*/manifest.ocdbt"}
+SEEN = ("record/commit_success.txt", "state/_METADATA", "state/d/*", "state/ocdbt.process_*/d/*")
 
 
-@pytest.mark.parametrize("name", damage.CLASSES)
+@pytest.mark.parametrize("name", ["digests", *SEEN])
 def test_without_verification_the_marks_and_what_cannot_be_read_count(name, copy):
   for path in damage.files(copy / str(NEWER), name):
     damage.delete(path, random.Random())
@@ -219,28 +224,8 @@ def test_parameters_alone_are_verified_too(copy):
 # ------------------------------ metadata that was changed ------------------------------
 
 
-def metadata_without(names):
-  """Returns a change of Orbax's metadata: without arrays whose names begin so."""
-
-  def change(text):
-    content = json.loads(text)
-    tree = content["tree_metadata"]
-    content["tree_metadata"] = {k: v for k, v in tree.items() if not k.startswith(names)}
-    return json.dumps(content)
-
-  return change
-
-
 @pytest.mark.parametrize(
-  "change",
-  [
-    metadata_without("("),
-    metadata_without("('params"),
-    lambda text: text.replace("bias", "bizs"),
-    lambda text: "[]",
-    lambda text: "[" * 100_000,
-    lambda text: text[:99],
-  ],
+  "change", [lambda text: "[]", lambda text: "[" * 100_000, lambda text: text[:99]]
 )
 def test_changed_metadata_is_one_message_and_the_older_step(change, copy):
   path = copy / str(NEWER) / "state" / "_METADATA"
@@ -262,12 +247,11 @@ def unraisable(monkeypatch):
   return seen
 
 
-@pytest.mark.parametrize("key", ["use_zarr3", "use_ocdbt"])
-def test_opens_that_end_after_another_has_failed_print_nothing(key, copy, unraisable):
+def test_opens_that_end_after_another_has_failed_print_nothing(copy, unraisable):
   path = copy / str(NEWER) / "state" / "_METADATA"
   content = json.loads(path.read_text())
-  path.write_text(json.dumps({**content, key: not content[key]}))
-  for _ in range(20):  # it is a race
+  path.write_text(json.dumps({**content, "use_zarr3": not content["use_zarr3"]}))
+  for _ in range(8):  # it is a race
     assert restored(copy, integrity.OFF)[0] == OLDER
   gc.collect()
   time.sleep(0.2)  # in which the threads of TensorStore end
@@ -277,7 +261,7 @@ def test_opens_that_end_after_another_has_failed_print_nothing(key, copy, unrais
 def test_reads_that_are_given_up_after_another_has_failed_print_nothing(copy, unraisable):
   for path in damage.files(copy / str(NEWER), "state/ocdbt.process_*/d/*"):
     path.write_bytes(b"")
-  for _ in range(5):  # whether reads are still under way is a race
+  for _ in range(3):  # whether reads are still under way is a race
     assert restored(copy, integrity.OFF)[0] == OLDER
     gc.collect()
   assert unraisable == []

@@ -2,8 +2,6 @@
 
 import re
 
-import jax
-import numpy as np
 import pytest
 
 from tests.training.checkpointing.states import (
@@ -15,7 +13,6 @@ from tests.training.checkpointing.states import (
 )
 from training.checkpointing.checkpointer import Checkpointer
 from training.checkpointing.reading import (
-  differences,
   parse_location,
   restore_branches,
 )
@@ -69,30 +66,3 @@ def test_variables_that_a_checkpoint_lacks_are_refused(run):
   with pytest.raises(ValueError, match=r"20 does not fit \(1 array differs\)") as refusal:
     restore_branches(folder, target)
   assert "variables/mean: absent in the checkpoint, float32[7] here" in str(refusal.value)
-
-
-def test_parameters_of_another_model_are_refused_in_one_message(run):
-  target = counting_target()["params"]
-  target["bias"] = jax.ShapeDtypeStruct((8,), np.float32, sharding=target["bias"].sharding)
-  target["more"] = target["bias"]
-  del target["up"]
-  folder, _ = parse_location(str(run))
-  with pytest.raises(ValueError, match=r"20 does not fit \(3 arrays differ\)") as refusal:
-    restored_parameters(folder, target=target)
-  assert str(refusal.value).splitlines()[1:] == [
-    "  params/bias: float32[7] in the checkpoint, float32[8] here",
-    "  params/more: absent in the checkpoint, float32[8] here",
-    "  params/up/kernel: float32[24, 130] in the checkpoint, absent here",
-  ]
-
-
-def test_names_shapes_and_types_are_compared_both_ways():
-  half, whole = np.zeros((2, 3), np.float32), np.zeros((4, 3), np.float32)
-  stored = {"same": half, "shape": half, "type": half, "gone": half}
-  wanted = {"same": half, "shape": whole, "type": half.astype(np.float64), "new": half}
-  assert differences(stored, wanted) == [
-    "gone: float32[2, 3] in the checkpoint, absent here",
-    "new: absent in the checkpoint, float32[2, 3] here",
-    "shape: float32[2, 3] in the checkpoint, float32[4, 3] here",
-    "type: float32[2, 3] in the checkpoint, float64[2, 3] here",
-  ]
