@@ -431,12 +431,6 @@ def test_a_model_without_tokens_is_refused():
   assert "model.name='mlp' has no next token to draw; sample takes a transformer" in refusal("mlp")
 
 
-def test_a_larger_request_than_the_sampler_was_made_for_is_refused():
-  made, params = sampler("dp4_tp2")
-  with pytest.raises(ValueError, match=r"prompts=5 of 4, .*longest prompt=6 of 5; make another"):
-    made(params, Request((*PROMPTS, b"\1" * 6), max_new_tokens=2))
-
-
 def test_learned_positions_end_where_they_were_learned():
   learned = {"model.positions": "learned", "model.max_positions": 15}
   spec = text_spec(make_job("single", "lm", **learned).config)

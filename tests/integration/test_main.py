@@ -227,14 +227,6 @@ def test_compare_says_what_differs(main):
   assert out.count("> bound") >= 8
 
 
-def test_compare_keeps_what_is_set(main):
-  code, out, err = main(
-    *COMPARE, "--set=training.parameter_dtype=float32", "--set=optimizer.name=adamw"
-  )
-  assert code == 0, err
-  assert "3 steps of adamw at 0.002, float32 at highest precision; bound 1e-05" in out
-
-
 def test_simulate_and_more_devices_than_eight(main):
   code, out, err = main(
     "layout",
@@ -258,9 +250,6 @@ def test_layout_writes_a_page(main, tmp_path):
   assert code == 0, err
   assert f"wrote {page}" in out
   assert "layer_2/kernel" in page.read_text()
-  code, _, err = main(*command, f"--html={tmp_path}")
-  assert code == 2
-  assert "give a file in a folder that exists" in err
   code, _, err = main(*command, "--html=/proc/layout.html")  # found out when it is written
   assert code == 1
   assert err.startswith("error: --html=/proc/layout.html: ")

@@ -100,9 +100,6 @@ def test_raised_after_the_end_it_stays_or_warms_up_again(resumed, forty):
 def test_another_schedule_is_asked_for(resumed):
   code, said, _ = resumed(20, SIXTY, "--config.optimizer.schedule=linear")
   assert (code, "--accept-changes=optimizer.schedule\n" in said) == (2, True), said
-  warmup = "--config.optimizer.warmup_steps=3"
-  code, said, _ = resumed(20, SIXTY, warmup)
-  assert (code, "--accept-changes=optimizer.warmup_steps\n" in said) == (2, True), said
 
 
 @pytest.mark.long

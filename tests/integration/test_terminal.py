@@ -89,12 +89,3 @@ def test_a_run_on_a_terminal_of_80_columns(forks, tmp_path):
   assert max(map(len, rewritten)) <= 80
   assert "step 4/4" in rewritten[-1]
   assert raw.rstrip().endswith(f"python main.py layout {tmp_path}")
-
-
-def test_a_terminal_that_cannot_rewrite_lines_gets_plain_ones(forks, tmp_path):
-  arguments = [word for word in TRAIN if "training.steps" not in word]
-  command = main(*arguments, "--config.training.steps=2", f"--workdir={tmp_path}")
-  with Terminal(command, environment={"TERM": "dumb"}, columns=80, forks=forks) as terminal:
-    assert terminal.end() == 0, terminal.text()
-  assert b"\x1b" not in terminal.raw()
-  assert re.search(r"\nstep 2/2  loss \d", terminal.text())

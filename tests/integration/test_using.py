@@ -40,20 +40,16 @@ def test_a_trace_that_xprof_and_perfetto_open(trained):
 
 def test_evaluate_gives_the_same_number_on_every_mesh_and_batch_size(main, trained):
   last = [line["eval_loss"] for line in lines_of(trained) if "eval_loss" in line][-1]
-  for strategy, batch, where, step in (
-    ("single", 32, f"--checkpoint={trained}/2", 2),
-    ("fsdp8", 56, f"--workdir={trained}", 4),
-    ("tp8", 61, f"--checkpoint={trained}", 4),
+  batch = ["--config.data.global_batch_size=56", f"--workdir={trained}"]
+  for step, command in (
+    (4, ["--config=configs/fsdp8.py", *TINY_LM, *batch]),
+    (2, [f"{trained}/checkpoints/2"]),
   ):
-    size = f"--config.data.global_batch_size={batch}"
-    code, out, err = main("evaluate", f"--config=configs/{strategy}.py", *TINY_LM, where, size)
-    assert code == 0, (out, err)
+    code, out, err = main("evaluate", *command)
+    assert (code, err) == (0, ""), (out, err)
     assert f"evaluation after step {step} (the whole split)" in out
     loss = float(out.split("eval_loss ")[1].split()[0])
     assert (loss == pytest.approx(last, abs=1e-4)) == (step == 4)
-  code, out, err = main("evaluate", f"{trained}/checkpoints/4")
-  assert (code, err) == (0, "")
-  assert f"eval_loss {last:.4f} " in out
 
 
 def test_another_run_starts_with_the_parameters_and_its_best_step_is_kept(main, trained, tmp_path):
@@ -83,17 +79,17 @@ def test_another_run_starts_with_the_parameters_and_its_best_step_is_kept(main, 
 
 def test_sample_continues_prompts_on_any_mesh(main, trained, tmp_path):
   (tmp_path / "prompts").write_text("import\ndef f\n")
-  given = [f"--checkpoint={trained}", "--prompt=import", "--prompt=def f"]
-  read = [f"--workdir={trained}", f"--prompt_file={tmp_path}/prompts"]
+  settings = ["--max_new_tokens=5", "--temperature=0"]
+  read = ["--config=configs/tp8.py", *TINY_LM, f"--workdir={trained}"]
   texts = []
-  for strategy, prompts in (("single", given), ("tp8", read)):
-    settings = [*TINY_LM, "--max_new_tokens=5", "--temperature=0", *prompts]
-    code, out, err = main("sample", f"--config=configs/{strategy}.py", *settings)
-    assert code == 0, (out, err)
+  for command in (
+    [str(trained), "--prompt=import", "--prompt=def f"],
+    [*read, f"--prompt_file={tmp_path}/prompts"],
+  ):
+    code, out, err = main("sample", *command, *settings)
+    assert (code, err) == (0, ""), (out, err)
     texts.append(out)
-  code, out, err = main("sample", str(trained), *settings[-4:])
-  assert (code, err) == (0, "")
-  assert texts == [out] * 2
+  assert texts[0] == texts[1]
   assert "import" in texts[0]
 
 
@@ -107,29 +103,11 @@ REFUSALS = {
     ["sample", "--checkpoint={trained}", "--prompt=0123456789abcdef", "--max_new_tokens=9"],
     ["prompt 1", "16", "25", "data.sequence_length=16"],
   ),
-  "a temperature below 0": (
-    ["sample", "--checkpoint={trained}", "--temperature=-1"],
-    ["temperature=-1.0: 0"],
-  ),
-  "no tokens to draw from": (
-    ["sample", "--checkpoint={trained}", "--top_p=0", "--max_new_tokens=4"],
-    ["top_p=0.0: above 0"],
-  ),
   "a missing step": (
     ["evaluate", "--checkpoint={trained}/3"],
     ["has no step 3; it has 2, 4"],
   ),
-  "a folder that is not there": (["evaluate", "--checkpoint={trained}/x"], ["is not a folder"]),
-  "a foreign folder": (["evaluate", "--checkpoint={trained}/profile"], ["has no checkpoints"]),
   "no checkpoint in the workdir": (["evaluate", "--workdir={empty}"], ["has no checkpoints"]),
-  "another model": (
-    ["evaluate", "--checkpoint={trained}", "--config.model.feedforward_size=64"],
-    [
-      "layers/mlp/up/kernel",
-      "float32[1, 32, 48] in the checkpoint, float32[1, 32, 64] here",
-      "layers/mlp/down/kernel",
-    ],
-  ),
   "parameters of another model": (
     [
       "train",

@@ -279,7 +279,12 @@ def stored_narrow(
   dtype, dims = spec.state_dtype, _dims(spec, params)
   which = functools.partial(_moments, optimizer.init, dims=dims, in_blocks=dtype == "int8")
   if not which(params) and dtype != spec.parameter_dtype:
-    raise ValueError(_none_text(spec, optimizer, params))
+    in_blocks = f", and with a factor {BLOCK} in their dims" if dtype == "int8" else ""
+    raise ValueError(
+      f"optimizer.state_dtype={dtype}: it would apply to nothing in the state of {spec.name}: only "
+      f"to moments of kernels and tables, of their shapes, with at least {LEAST} elements"
+      f"{in_blocks}; leave it out, or choose an optimizer with moments, such as adamw"
+    )
 
   def encoded(tree: Any, stored: Stored, count: jax.Array) -> Any:
     key = rounding_key(spec.seed, count)
@@ -379,25 +384,3 @@ def _from_parameters(init: Callable[[Any], Any], params: Any) -> list[bool]:
     if any(id(x) in known for x in equation.invars):
       known.update(id(x) for x in equation.outvars)
   return [id(x) in known for x in jaxpr.outvars]
-
-
-def _none_text(spec: OptimizerSpec, optimizer: optax.GradientTransformation, params: Any) -> str:
-  state, parameters = leaves_by_path(jax.eval_shape(optimizer.init, params)), leaves_by_path(params)
-  whose = owners(state, parameters)
-  shapes = [
-    leaf.shape
-    for path, leaf in state.items()
-    if whose[path] is not None and leaf.shape == parameters[whose[path]].shape
-  ]
-  what = f"optimizer.state_dtype={spec.state_dtype}: "
-  if not shapes:
-    return (
-      f"{what}{spec.name} has no state of the parameters' shapes that this could apply to; leave "
-      f"it out, or choose an optimizer with moments, such as adamw"
-    )
-  in_blocks = f", or whose dims have no factor {BLOCK}" if spec.state_dtype == "int8" else ""
-  return (
-    f"{what}it would apply to nothing in the state of {spec.name}, the largest array being of "
-    f"shape {max(shapes, key=math.prod)}: those of scales and biases, those with fewer than "
-    f"{LEAST} elements{in_blocks}, and copies of parameters stay float32; leave it out"
-  )
