@@ -20,6 +20,7 @@ NEW, LONGEST = 7, 5
 GROUPS = [[3, 5, 7], [44], [9, 60, 9, 1, 2], [8, 8]]
 PROMPTS = [np.array(one, np.int32) for one in GROUPS for _ in range(3)]
 MOST = 1 + len(PROMPTS) // 4
+STOPS = tuple(range(1, 12))  # so that rows end apart, and are refilled beside others
 
 
 @functools.cache
@@ -34,7 +35,7 @@ def sampler(strategy, together=0):
   job, _ = ready(strategy)
   with jax.enable_x64(True):
     sizes = {"prompt_tokens": LONGEST, "new_tokens": NEW, "rows": len(PROMPTS)}
-    return RolloutSampler(job, **sizes, temperature=1.3, together=together)
+    return RolloutSampler(job, **sizes, temperature=1.3, stop_tokens=STOPS, together=together)
 
 
 @functools.cache
@@ -74,7 +75,7 @@ def test_log_probabilities_are_those_of_whole_rows_without_a_cache():
     np.testing.assert_allclose(found.log_probabilities[row, :count], wanted, rtol=0, atol=1e-12)
     assert not found.log_probabilities[row, count:].any()
     assert not found.tokens[row, count:].any()
-  ends = np.isin(found.tokens[np.arange(len(PROMPTS)), found.lengths - 1], [0])
+  ends = np.isin(found.tokens[np.arange(len(PROMPTS)), found.lengths - 1], [0, *STOPS])
   np.testing.assert_array_equal(found.ended, ends)
 
 

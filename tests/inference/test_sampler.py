@@ -391,11 +391,8 @@ def refusal(recipe="lm", /, **changed):
   [
     ({"temperature": -0.5}, "temperature=-0.5: 0 (the likeliest token) or more"),
     ({"temperature": float("nan")}, "temperature=nan: 0"),
-    ({"temperature": float("inf")}, "temperature=inf: 0"),
-    ({"top_k": -1}, "top_k=-1: 0 (off) to 61,"),
     ({"top_k": 62}, "top_k=62: 0 (off) to 61,"),
     ({"top_p": 0.0}, "top_p=0.0: above 0 and at most 1"),
-    ({"top_p": 1.01}, "top_p=1.01: above 0 and at most 1"),
     ({"seed": -1}, "seed=-1: 0 or more and below 2**32"),
     ({"max_new_tokens": 0}, "max_new_tokens=0: at least 1"),
     ({"stop": ("",)}, "stop: an empty text"),
@@ -409,11 +406,6 @@ def refusal(recipe="lm", /, **changed):
       "prompt 2 is 9 tokens (bytes) long, with max_new_tokens=4 together 13; the limit is "
       "data.sequence_length=12, the positions that the model was trained on; shorten the prompt to "
       "8, set max_new_tokens=3, or raise data.sequence_length for this command",
-    ),
-    ({"prompts": (b"\1" * 40,)}, "trained on; shorten the prompt to 8, or raise data.sequence_le"),
-    (
-      {"max_new_tokens": 12},
-      "prompt 1 is 1 tokens (bytes) long, with max_new_tokens=12 together 13",
     ),
   ],
 )

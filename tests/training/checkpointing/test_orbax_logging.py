@@ -53,45 +53,6 @@ def test_a_write_that_ends_after_its_event_loop_is_left_out(unraisable):
   assert unraisable == ["Event loop is closed"]
 
 
-GIVEN_UP = """
-async def read(future):
-  try:
-    await future
-  except BaseException as error:
-    raise Exception("while reading") from error
-"""
-
-
-@pytest.mark.parametrize(("file", "printed"), [(INSIDE, []), ("own.py", ["while reading"])])
-def test_a_read_of_orbax_that_is_given_up_is_left_out(file, printed, unraisable):
-  names = {}
-  exec(compile(GIVEN_UP, file, "exec"), names)
-  loop = asyncio.new_event_loop()
-  reading = names["read"](loop.create_future())
-  reading.send(None)
-  del reading  # which closes it
-  gc.collect()
-  loop.close()
-  assert unraisable == printed
-
-
-def test_an_unread_error_of_tensorstore_is_not_logged(unraisable, caplog):
-  loop = asyncio.new_event_loop()
-  futures = [loop.create_future() for _ in range(2)]
-  futures[0].set_exception(ValueError("OUT_OF_RANGE: Error writing"))  # as its threads do
-
-  async def raising():
-    raise ValueError("of another")
-
-  task = loop.create_task(raising())
-  loop.run_until_complete(asyncio.wait([task]))
-  loop.close()
-  del futures, task
-  gc.collect()
-  [line] = caplog.records
-  assert "of another" in line.exc_text
-
-
 def shown(name, file, code="raise OSError('disk')"):
   """Tells whether an error that this code raises is logged, by a logger and from another file."""
   try:

@@ -7,7 +7,7 @@ import pytest
 
 from configs import base
 from configs.keys.row import ACCEPT, MAY_CHANGE, REFUSED
-from configs.schema import finalize, validate
+from configs.schema import finalize
 from runtime import forms
 from training.checkpointing.resume_policy import changes
 
@@ -177,24 +177,6 @@ def test_more_steps_resume_and_fewer_than_done_do_not():
   assert judge(done)["accepted_changes"] == []  # there is nothing left to do
   with pytest.raises(ValueError, match=r"training.steps=99, but runs/x has done 100; .*=runs/x_2"):
     judge({"training.steps": 99})
-
-
-def test_a_ring_run_resumes_with_gather_on_a_mesh_that_cannot_run_the_ring():
-  """The refusal of the ring names a key; setting it must not be refused as another run."""
-  rows = {"data.sequence_length": 12, "data.global_batch_size": 16}
-  ring = {**rows, "mesh.context": 2, "model.context_attention": "ring"}
-  moved = {**ring, "mesh.context": 4}  # 12 tokens are not 8 pieces
-  config = base.get_config("lm")
-  config.update_from_flattened_dict(moved)
-  with pytest.raises(ValueError, match=r"or set model\.context_attention=gather"):
-    validate.check(finalize.finalize(config, "cpu"), dict(config.mesh))
-  config.model.context_attention = "gather"
-  validate.check(finalize.finalize(config, "cpu"), dict(config.mesh))
-  resumed = {**moved, "model.context_attention": "gather"}
-  changed = changes(
-    resolved(**ring), resolved(**resumed), old_record={}, new_record={}, done=5, workdir="runs/x"
-  )
-  assert changed == {"accepted_changes": []}
 
 
 def test_another_warm_up_needs_acceptance_even_where_it_is_over():

@@ -96,13 +96,6 @@ def test_sgd_s_rates_grow_with_the_side_that_is_a_width():
       np.testing.assert_allclose(ours, wanted, rtol=1e-5, err_msg=name)
 
 
-def test_lion_has_adam_s_factors():
-  keys = {"optimizer.weight_decay": 0.0, "optimizer.learning_rate": 1.0}
-  for name, (_, gradients, found) in updates("lion", **BASE, **keys).items():
-    wanted = -np.sign(gradients[0]) / (RATIO if name in HIDDEN else 1)
-    np.testing.assert_allclose(found[0], wanted, rtol=1e-5, err_msg=name)
-
-
 def test_a_group_s_learning_rate_is_that_of_the_base_model():
   group = {"parameters": "layer_2/*", "learning_rate": 0.5}
   keys = {"optimizer.groups": (group,), "optimizer.weight_decay": 0.0, **LION}
