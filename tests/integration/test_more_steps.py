@@ -68,14 +68,6 @@ def test_raised_in_the_middle_it_does_not_jump_nor_after_an_interruption(resumed
 
 
 @pytest.mark.long
-def test_lowered_in_the_middle_it_does_not_jump(resumed):
-  code, said, rates = resumed(20, "--config.training.steps=25")
-  assert code == 0, said
-  left = cosine(18 / 38 + 20 / 38 * (STEPS[:25] - 20) / 5) * PEAK
-  np.testing.assert_allclose(rates, np.where(STEPS[:25] < 20, FORTY[:25], left), rtol=1e-5)
-
-
-@pytest.mark.long
 def test_raised_after_the_end_it_stays_or_warms_up_again(resumed, forty):
   how = "optimizer.schedule_on_resume="
   assert f"(the learning rate stays at 0.0002; with {how}restart it warms up again" in forty[1]

@@ -1,19 +1,13 @@
 """The application on checkpoints that are damaged, and on a disk that is full."""
 
-import json
-import os
-import re
 import shutil
-import time
 
 import pytest
 
-from tests.faults.rows_disks import Full, small_disk
 from tests.processes.command_lines import MLP
 
 TRAIN = [*MLP, "--config.checkpoint.every_steps=2", "--config.checkpoint.keep=9"]
 OLDER, NEWER = 4, 6
-SECONDS = 120
 
 
 @pytest.fixture(scope="module")
@@ -83,57 +77,3 @@ def test_a_start_that_is_refused_removes_and_renames_nothing(saved, main, tmp_pa
 def everything(folder):
   """Returns the bytes of every file, by path; None for a folder."""
   return {path: None if path.is_dir() else path.read_bytes() for path in folder.rglob("*")}
-
-
-STEPS = 200
-
-
-@pytest.mark.long
-def test_a_full_disk_loses_nothing_and_training_continues(forks, tmp_path):
-  workdir, output = tmp_path / "run", tmp_path / "out"
-  with small_disk(workdir) as mounted:
-    step, kept = train_on_a_full_disk(forks, workdir, output, mounted)
-    assert "Traceback" not in output.read_text()
-    assert 5 <= max(kept) < step
-    names = [path.name for path in workdir.glob("checkpoints/*")]
-    assert all(name.isdigit() for name in names), names
-    later = [int(name) for name in names if int(name) > step]
-    assert len(later) > 1
-    assert STEPS in later
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
-
-
-def train_on_a_full_disk(forks, workdir, output, mounted) -> tuple[int, list[int]]:
-  """Trains, the disk being full for some steps.
-
-  Returns the step whose failed save was reported first, and the steps that were there meanwhile.
-  """
-  command = ["main.py", *TRAIN, f"--config.training.steps={STEPS}"]
-  command += ["--config.mesh.data=2", "--config.model.model_size=256"]
-  command += ["--config.checkpoint.every_steps=5"]
-  command += ["--config.checkpoint.keep=3", f"--workdir={workdir}"]
-  environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
-  run = forks.start(command, out=output, environment=environment)
-
-  def wait_for(pattern) -> str:
-    until = time.monotonic() + SECONDS
-    while not (match := output.exists() and re.search(pattern, output.read_text())):
-      assert run.poll() is None, output.read_text()
-      assert time.monotonic() < until, output.read_text()
-      time.sleep(0.002)
-    return match[1]
-
-  full = Full(workdir, () if mounted else [run.pid])
-  try:
-    wait_for(r"(step 15/)")
-    full.fill()
-    step = int(wait_for(r"WARNING: saving step (\d+) to .* failed: .*; training continues"))
-    wait_for(rf"(step {step + 5}/)")
-    kept = [int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdigit()]
-    full.free()
-    assert run.wait(SECONDS) == 0, output.read_text()
-  finally:
-    run.kill()
-    run.wait()
-  return step, kept

@@ -48,23 +48,6 @@ def test_a_file_is_read_when_it_has_its_name(tmp_path, data):
   assert ahead.sha256("never", 1) == ""
 
 
-def test_only_files_of_this_process_and_this_save_are_read(tmp_path, data):
-  (data / "theirs").write_bytes(LARGE)
-  with (
-    EarlyChecksums(epath.Path(tmp_path / "7.saving"), 0) as of_another,
-    EarlyChecksums(epath.Path(tmp_path / "8.saving"), 1) as of_another_save,
-  ):
-    saves = (of_another, "7.saving", 0), (of_another_save, "8.saving", 1)
-    for ahead, save, process in saves:  # so that each has looked, and more than once
-      own = tmp_path / f"{save}.orbax-checkpoint-tmp" / "state.tmp"
-      own = own / f"ocdbt.process_{process}" / "d"
-      own.mkdir(parents=True, exist_ok=True)
-      for name in ("first", "second"):
-        (own / name).write_bytes(LARGE)
-        until(lambda name=name, ahead=ahead: ahead.sha256(name, len(LARGE)))
-      assert sorted(ahead._reading) == ["first", "second"]
-
-
 def test_a_file_that_cannot_be_read_is_left_for_later(tmp_path, data, monkeypatch):
   def gone(path):
     raise FileNotFoundError(path)
