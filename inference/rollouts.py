@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from inference.request import Request
-from inference.sampler import Before, TokenSampler, doubled
+from inference.sampler import TokenSampler, doubled
 from training.setup import Job
 
 
@@ -82,8 +82,7 @@ class RolloutSampler:
     *,
     seed: int,
     step: int,
-    before: Before | None = None,
-  ) -> Answers | None:
+  ) -> Answers:
     """Returns an answer to each prompt: a function of (seed, step, its row) and the parameters.
 
     Args:
@@ -92,8 +91,6 @@ class RolloutSampler:
       prompts: token ids of each row; for a group of answers, a prompt is repeated.
       seed: of the run.
       step: of the batch.
-      before: called with how many rows were begun, and of how many; False stops: then it returns
-        None.
     """
     [mixed] = np.random.SeedSequence([seed, step]).generate_state(1)
     request = dataclasses.replace(self._request, seed=int(mixed))
@@ -105,8 +102,7 @@ class RolloutSampler:
       probable[row].append(log_probability)
       return len(drawn[row]) < self._new and not self._ends(token)
 
-    if not self.sampler.run((params, variables or {}), prompts, request, take, before):
-      return None
+    self.sampler.run((params, variables or {}), prompts, request, take)
     wide = np.float64 if jax.config.jax_enable_x64 else np.float32
     return Answers(
       self._padded(drawn, np.int32),

@@ -570,28 +570,23 @@ class TokenSampler:
 
 
 class Sampler(TokenSampler):
-  """Continues the texts of a request, as they are drawn; compiled for its sizes.
+  """Continues the texts of a request, as they are drawn; compiled for its sizes."""
 
-  Attributes:
-    prompt_tokens: of the longest prompt.
-  """
-
-  def __init__(self, job: Job, request: Request, prompt_tokens: int = 0):
+  def __init__(self, job: Job, request: Request):
     """Checks the request and compiles for its sizes.
 
     Args:
       job: whose model and mesh are used.
       request: the largest one.
-      prompt_tokens: the most of a prompt; 0: as many as the longest of the request has.
 
     Raises:
       ValueError: as `check`.
     """
     spec = text_spec(job.config)
     check(spec, request)
-    self.prompt_tokens = max(prompt_tokens, *map(len, spec.encoded(request.prompts)))
-    slots, widths = self.prompt_tokens + request.max_new_tokens, [self.prompt_tokens]
-    super().__init__(job, rows=len(request.prompts), slots=slots, widths=widths)
+    longest = max(map(len, spec.encoded(request.prompts)))
+    slots = longest + request.max_new_tokens
+    super().__init__(job, rows=len(request.prompts), slots=slots, widths=[longest])
 
   def __call__(
     self, params: Any, request: Request, write: Write | None = None, variables: Any = None

@@ -48,7 +48,7 @@ def made(tmp_path_factory):
 def continued(made):
   """Returns a function from a text to what follows it, without a cache that is kept."""
   template, params = made
-  sampler = Sampler(template("!"), Request(((0,),), max_new_tokens=6), prompt_tokens=34)
+  sampler = Sampler(template("!"), Request(((0,) * 34,), max_new_tokens=6))
 
   def follows(text):
     request = Request((tuple(text.encode()),), max_new_tokens=6, temperature=0.0)

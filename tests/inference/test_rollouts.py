@@ -127,4 +127,3 @@ def test_a_hot_model_ends_answers_by_ids_that_its_tokenizer_does_not_have():
   np.testing.assert_allclose(found.log_probabilities[:, 0], -np.log(300), rtol=1e-5)
   other = made(state.params, None, prompts, seed=0, step=1)
   assert (other.tokens != found.tokens).any(axis=1).all()
-  assert made(state.params, None, prompts, seed=0, step=0, before=lambda *_: False) is None

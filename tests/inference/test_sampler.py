@@ -233,7 +233,7 @@ def test_the_cache_is_sharded_like_the_model(strategy):
 
 def test_decoding_moves_no_cache_between_devices():
   made, _ = sampler("dp4_tp2")
-  for compiled in (made.prefill(1, made.prompt_tokens), made.decode):
+  for compiled in (made.prefill(1, made._widths[0]), made.decode):
     found = collectives.collectives(compiled.as_text(), made.job.mesh)
     over_data = [c for c in found if "data" in c.axes]
     # The tokens drawn, and their log-probabilities.
@@ -272,7 +272,7 @@ def test_in_bfloat16(monkeypatch):
   compute = "bfloat16"
   made = Sampler(make_job("dp4_tp2", "lm", **{"training.compute_dtype": compute}), GREEDY)
   params, settings = made.job.state.params, made._settings(GREEDY)
-  tokens_BT = np.zeros((made.rows, made.prompt_tokens), np.int32)
+  tokens_BT = np.zeros((made.rows, made._widths[0]), np.int32)
   with made.job.tracing(made.activations):
     counts_B, cache = tokens_BT[:, 0], jax.eval_shape(made._empty_cache)
     given = params, tokens_BT, counts_B, counts_B, tokens_BT[:, :1], cache, settings, {}

@@ -86,7 +86,7 @@ def _is_store(folder: epath.Path) -> bool:
 
 def restore_branches(
   folder: epath.PathLike,
-  wanted: Mapping[str, Any] | Callable[[Verified], Mapping[str, Any]],
+  wanted: Callable[[Verified], Mapping[str, Any]],
   step: int | None = None,
   *,
   verify: str = FULL,
@@ -98,8 +98,8 @@ def restore_branches(
 
   Args:
     folder: of checkpoints, as `parse_location` gives it.
-    wanted: name of the branch -> nested dict of ShapeDtypeStructs with shardings; or a function
-      that returns this for a step, and raises ValueError where the step does not fit.
+    wanted: returns of a step the name of each branch -> nested dict of ShapeDtypeStructs with
+      shardings; raises ValueError where the step does not fit.
     step: which; by default the newest that can be read.
     verify: how a step is checked before it is read: `full`, `size` or `off`.
     warn: called with the reason why newer ones cannot be read.
@@ -117,7 +117,7 @@ def restore_branches(
 
   def read(step: int) -> tuple[Verified, Any]:
     found = check(folder / str(step), verify)
-    tree = wanted(found) if callable(wanted) else wanted
+    tree = wanted(found)
     given = {"branches": tuple(tree), "together": together, "compared": compared}
     return found, read_arrays(found, tree, **given)
 

@@ -49,7 +49,7 @@ def restore() -> dict[str, int]:
       }
     )
     # The few small parameters: what libraries and threads need is there when it is measured.
-    reading.restore_branches(checkpointer.folder, {"params": target["params"]})
+    reading.restore_branches(checkpointer.folder, lambda _: {"params": target["params"]})
     before = resident("VmRSS")
     _, tree = checkpointer.restore(target)
     large = jax.block_until_ready(tree)["optimizer"]["large"]

@@ -78,7 +78,7 @@ def counting_target() -> dict:
 def restored_parameters(folder, step=None, target=None, **settings):
   """Returns (step, parameters) of a checkpoint, by default for `counting_target`."""
   abstract = {"params": target or counting_target()["params"]}
-  found, tree = reading.restore_branches(folder, abstract, step, **settings)
+  found, tree = reading.restore_branches(folder, lambda _: abstract, step, **settings)
   return found.step, tree["params"]
 
 
