@@ -88,7 +88,9 @@ def packed(job, params, *all_segments_BT):
   return [np.asarray(forward(params, tokens_BT, segments_BT)) for segments_BT in all_segments_BT]
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+  "name", [pytest.param(n, marks=pytest.mark.long) if n == "dp4_tp2-latent" else n for n in JOBS]
+)
 def test_sampled_logits_are_those_of_a_packed_row(name):
   strategy, overrides = JOBS[name]
   job = make_job(strategy, "lm", **APART, **overrides)

@@ -47,11 +47,17 @@ def greedy(logits_of):
   return tokens[len(PROMPT) :]
 
 
-# Rows are as long as the original length, and a cache that adds space for a piece is longer; or
-# rows are longer, and the cache and the row of a short text are not.
-@pytest.mark.parametrize(("kind", "original"), [("longrope", LENGTH), ("dynamic", 40)])
-def test_a_short_text_has_the_frequencies_of_a_row(kind, original):
-  job, params, logits_of = made(kind, original)
+# A cache that adds space for a piece is longer than rows of the original length.
+def test_a_long_cache_has_the_frequencies_of_a_row():
+  job, params, logits_of = made("longrope", LENGTH)
+  request = Request((PROMPT,), max_new_tokens=NEW, temperature=0.0)
+  drawing = CachedSampler(TrainedModel(job, params)).draw([*PROMPT], request)
+  assert [next(drawing) for _ in range(NEW)] == greedy(logits_of)
+
+
+# The cache and the row of a short text are shorter than the original length, and rows are longer.
+def test_a_short_text_has_the_frequencies_of_a_row():
+  job, params, logits_of = made("dynamic", 40)
   wanted, model = greedy(logits_of), TrainedModel(job, params)
   request = Request((PROMPT,), max_new_tokens=NEW, temperature=0.0)
   drawn = []
@@ -61,12 +67,11 @@ def test_a_short_text_has_the_frequencies_of_a_row(kind, original):
     return len(drawn) < NEW
 
   Sampler(job, request).run(model.given, [np.array(PROMPT, np.int32)], request, take)
-  drawing = CachedSampler(model).draw([*PROMPT], request)
-  assert [next(drawing) for _ in range(NEW)] == wanted == [token for token, _ in drawn]
+  assert [token for token, _ in drawn] == wanted
   text = np.array([*PROMPT, *wanted], np.uint32)
   [score] = Scorer(model.job)(model.given, [Continuation(text, NEW)])
   shares_TV = numpy_decoder.softmax(logits_of(text[:-1]))[-NEW:]
   likelihood = np.log(shares_TV[np.arange(NEW), wanted]).sum()
   assert score.log_likelihood == pytest.approx(likelihood, rel=1e-5)
-  assert sum(log_p for _, log_p in drawn) == pytest.approx(likelihood, rel=1e-5)
   assert score.greedy
+  assert sum(log_p for _, log_p in drawn) == pytest.approx(likelihood, rel=1e-5)
