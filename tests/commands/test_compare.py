@@ -27,7 +27,7 @@ def test_every_tensor_has_a_row_and_equality_the_largest_difference():
   assert row == ["loss", "step", "1", "0", "to", "the", "bit"]
   wanted = "equal: 3 tensors, 1 of them to the bit; the largest difference is 3.00e-16 (gradient "
   assert lines[-1] == wanted + "layer_2/kernel)"
-  assert lines[:2] == ["dp8_mlp: data=8", "single_mlp: one device"]
+  assert lines[:2] == ["dp8_mlp: data=8", "single_mlp: 1 device"]
   assert text(FOUND[:1]).splitlines()[-1] == "equal to the bit: 1 tensors"
   lines = text([*FOUND, Difference("parameters", "layer_1/kernel", 0.5)]).splitlines()
   assert [line for line in lines if line.split()[-3:] == ["5.00e-01", ">", "bound"]]

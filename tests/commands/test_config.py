@@ -74,7 +74,6 @@ def test_what_a_run_changes_comes_first_or_alone(main):
     (("config", "optimizer.foo", DP4_TP2), "no config key begins with 'optimizer.foo'", ""),
     (("config", "trainin.steps", DP4_TP2), "did you mean 'training.steps'?", ""),
     (("layout", DP4_TP2, "--json"), "belongs to the verbs config and check, not to layout", ""),
-    (("config", DP4_TP2, "--topology=v5p:4"), "v5p takes 3 dims", ""),
     (
       ("config", "training.steps", DP4_TP2, "--config.training.steps=0"),
       "training.steps=0: at least 1",

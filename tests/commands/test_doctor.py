@@ -33,6 +33,7 @@ def test_an_installation_that_is_well(main, tmp_path):
   )
   for what in (
     "ok       8 simulated CPU devices\n",
+    "ok       one process\n",
     "all-gather over data (4 devices): ",
     "all-gather over tensor (2 devices): ",
     "ok       the layout is complete; a checkpoint has 7.5 MiB\n",

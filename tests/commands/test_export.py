@@ -186,10 +186,6 @@ REFUSALS = {
   "nothing to merge": ([READ, "--to={new}", "--merge"], ["has no adapters (lora.rank=0)"]),
   "no folder": ([READ], ["name the folder to write with --to=FOLDER"]),
   "a folder below a file": ([READ, "--to={full}/a/b"], ["a is a file, not a folder; give anoth"]),
-  "among the checkpoints": (
-    [f"--checkpoint={RUN}/4", f"--to={RUN}/checkpoints/4/hf"],
-    ["it is among the checkpoints of the run"],
-  ),
   "what no family has": (
     [READ, "--to={new}", "--config.model.attention_scale=0.5", "--config.model.logits_soft_cap=9"],
     ["no model_type of transformers is this model; the nearest, '", "logits_soft_cap=9.0"],

@@ -68,13 +68,6 @@ def test_the_coordinator(monkeypatch):
   assert "expected a host:port and two numbers" in one.what
 
 
-def test_a_single_process(monkeypatch):
-  for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
-    monkeypatch.delenv(name, raising=False)
-  [one] = machine.check_network()
-  assert (one.status, one.what) == (OK, "one process")
-
-
 # ------------------------------ installed packages ------------------------------
 
 PINS = machine.pins(machine.ROOT / "requirements" / "locks" / "base.txt")

@@ -61,14 +61,6 @@ PARSED = {
   ),
 }
 REFUSALS = {
-  "tokens beyond the vocabulary": (
-    [DP8, "--config.model.vocabulary_size=100"],
-    [
-      "python_source/",
-      " train: row 0 holds token 1",
-      "vocabulary_size=100 allows 0 to 99; set mod",
-    ],
-  ),
   "a value by what it is called elsewhere": (
     [DP8, "--config.model.activation=relu2"],
     ["did you mean 'relu_squared'?"],
@@ -161,20 +153,12 @@ def test_an_empty_value_is_refused(main, verb, flag):
   assert err == f"refused: {flag} is empty; give a value, or leave the flag out\n"
 
 
-@pytest.mark.parametrize(
-  ("make", "said"),
-  [
-    (os.mkfifo, "it is a FIFO, not a plain file"),
-    (lambda path: path.touch() or os.truncate(path, 10**10), "it has 10,000,000,000 bytes, and at"),
-    (lambda path: path.write_bytes(b"\xff"), "is not valid UTF-8"),
-  ],
-)
-def test_a_file_of_prompts_that_cannot_be_read_is_refused_at_once(main, tmp_path, make, said):
-  make(path := tmp_path / "prompts")
+def test_a_file_of_prompts_that_cannot_be_read_is_refused_at_once(main, tmp_path):
+  os.mkfifo(path := tmp_path / "prompts")
   code, _, err = main("sample", DP8, "--chat", f"--prompt_file={path}")
   assert code == 2, err
   assert err.startswith(f"refused: --prompt_file={path} ")
-  assert said in err
+  assert "it is a FIFO, not a plain file" in err
 
 
 def test_a_value_that_is_quoted_is_no_message_and_no_escape_sequence(main):
@@ -196,21 +180,3 @@ def test_a_variable_that_jax_refuses_is_one_message():
   assert done.returncode == 2, done.stderr
   assert done.stderr.startswith("refused: invalid truth value 'maybe' for environment 'JAX_EN")
   assert done.stderr.count("\n") == 1
-
-
-def test_parameters_without_exactly_one_rule_are_refused(forks, tmp_path):
-  # The tables are code, so a wrong one is made by a wrapper around main.py.
-  script = tmp_path / "wrong_table.py"
-  script.write_text(
-    "import sys; sys.argv = ['main.py', 'layout', '--config=configs/dp8.py']\n"
-    "import main\nfrom models import transformer as t\n"
-    "t.Block.dims = lambda *given, of=t.Block.dims: (\n"
-    "  of(*given) | {'mlp/up.*': 'DF', 'moe/router': 'D'})\n"
-    "main.app.run(main.main, flags_parser=main.parse_flags)\n"
-  )
-  out, err = tmp_path / "out", tmp_path / "err"
-  code = forks.start([str(script)], out=out, err=err).wait()
-  said = err.read_text()
-  assert code == 2, said
-  assert "layers/mlp/up/kernel: 2 rules match" in said
-  assert "rule 'layers/moe/router': matches no parameter" in said

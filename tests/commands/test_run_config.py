@@ -11,7 +11,7 @@ from runtime import forms
 from training import workdir_files
 
 OURS = ["configs/fsdp.py", "configs/experiments/experts.py", "configs/experiments/vit.py"]
-RECIPES = ("lm", "lm_bpe", "mlp", "vit", "llama3_8b")
+RECIPES = ("lm", "mlp", "vit")
 
 
 def write(folder, config, config_files=None):

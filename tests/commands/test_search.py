@@ -17,6 +17,7 @@ from tests.helpers.cli import QUICKLY
 from tests.helpers.jobs import SMALL
 from tests.helpers.terminals import Terminal
 from tests.helpers.terminals import main as command
+from tests.reports.test_search_text import FOUND, NOTHING
 
 AXES = ("data", "tensor")
 BYTES = dict.fromkeys(("peak_bytes_per_device", "allocated_bytes_per_device"), 1000)
@@ -211,13 +212,10 @@ def test_a_search_tells_how_long_it_will_take(tmp_path):
   assert told[1].endswith(f" settings by formula, {expected} of them known from an earlier search")
 
 
-def test_exit_code_3(parse, monkeypatch, answers, tmp_path, capsys):
+def test_exit_code_3(parse, monkeypatch, tmp_path):
   """As the verb returns it, where a topology fits and where none does."""
-  one = search_process.of_topology(asked(small(tmp_path), axes=AXES), "h100:8")
-  nothing = dataclasses.replace(one, limit=1.0)
-  words = [*MLP, "--topology=h100:8,h200:8", f"--workdir={tmp_path / 'run'}"]
-  parse("search", *words)
-  for results, code in (([one, one], 0), ([nothing, nothing], 3), ([nothing, one], 0)):
+  parse("search", *MLP, "--topology=h100:8,h200:8", f"--workdir={tmp_path / 'run'}")
+  for results, code in (([FOUND, FOUND], 0), ([NOTHING, NOTHING], 3), ([NOTHING, FOUND], 0)):
     left = iter(results)
     monkeypatch.setattr(search_process, "of_topology", lambda *_, left=left: next(left))
     assert verb.run() == code
