@@ -29,7 +29,7 @@ _VARIABLES = {
 # Inches; a page shows 96 pixels of each, or fewer on a narrow screen.
 NARROW, WIDE, HEIGHT = 4.5, 9.2, 2.4
 SMALLEST_SHARE = 0.01
-_STEPS = (1, 2, 2.5, 5, 10)  # multiples that an axis takes
+_STEPS = (1, 2, 5, 10)  # multiples that an axis takes: their labels fit the margin
 _MARGINS = (0.62, 0.12, 0.42, 0.1)  # left, right, bottom, top
 POINTS = 400  # of a line; see `thinned`
 FEW = 100  # points of a line up to which it is never faint

@@ -39,7 +39,6 @@ def test_it_says_whether_activations_are_flat_on_a_mesh(main, tmp_path, base, co
     (["--widths=32"], "--widths=32: at least two widths, multiples of 1"),
     (["--widths=30,33"], "at width 33: "),  # tensor=2
     (["--widths=32,64", "--svg=nowhere/check.svg"], "--svg=nowhere/check.svg: give a file in a"),
-    (["--workdir=x"], "--workdir belongs to the verbs"),
     (["--config.optimizer.name=adafactor", "--config.optimizer.weight_decay=0"], "muP has no rule"),
   ],
 )
