@@ -18,10 +18,11 @@ class Fake:
   """A process in place of the one that makes a page."""
 
   started: typing.ClassVar[list] = []
+  slow, code, said = False, 0, b""
 
   def __init__(self, command, **settings):
     self.command, self.settings, self.killed = command, settings, False
-    self.returncode, self.said = 0, b""
+    self.returncode = Fake.code
     Fake.started.append(self)
 
   def __enter__(self):
@@ -36,14 +37,12 @@ class Fake:
   def communicate(self, timeout):
     while not self.killed and Fake.slow:
       time.sleep(0.01)
-    return b"page %d" % len(Fake.started), self.said
-
-  slow = False
+    return b"page %d" % len(Fake.started), Fake.said
 
 
 @pytest.fixture
 def fake(monkeypatch):
-  Fake.started, Fake.slow = [], False
+  Fake.started, Fake.slow, Fake.code, Fake.said = [], False, 0, b""
   monkeypatch.setattr(run_report.subprocess, "Popen", Fake)
   return Fake
 
@@ -63,13 +62,17 @@ def test_the_real_process_writes_the_page_of_the_files(tmp_path):
   made.finish(60)
   assert said == []
   assert "Step 40 of 60" in "".join(Reader((tmp_path / "run.html").read_text()).said)
-  (tmp_path / "metrics.jsonl").unlink()
-  (tmp_path / "config.json").unlink()
-  made.finish(60)
+
+
+def test_a_page_that_fails_leaves_the_one_of_before_and_is_reported_once(tmp_path, fake):
+  made, said = writer(tmp_path)
+  made.finish(10)
+  fake.code, fake.said = 1, b"Traceback\nValueError: no metrics.jsonl\n"
+  made.finish(10)
+  made.finish(10)
   [text] = said
-  assert "run.html is not written, training continues: ValueError: " in text
-  assert "has neither metrics.jsonl" in text
-  assert "Step 40 of 60" in (tmp_path / "run.html").read_text()  # that of before
+  assert text.endswith("run.html is not written, training continues: ValueError: no metrics.jsonl")
+  assert (tmp_path / "run.html").read_text() == "page 1"
 
 
 def test_a_page_is_not_rewritten_while_one_is_made_nor_right_after(tmp_path, fake, monkeypatch):

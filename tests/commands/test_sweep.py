@@ -277,14 +277,12 @@ def test_time_that_is_over_stops_the_runs(tmp_path):
   assert "left: 2 of 2" in out
 
 
-def test_an_array_of_slurm_has_the_runs_that_are_left(played):
-  code, out, _ = played.run("--axes=optimizer.learning_rate=0.1,0.2", "--slurm", "--parallel=4")
-  assert code == 0
-  lines = (played.folder / "out/runs.txt").read_text().splitlines()
-  assert lines[1] == (
-    f"--config.optimizer.learning_rate=0.2 --workdir={played.folder}/out/learning_rate-0.2"
-  )
-  assert f"RUNS={played.folder}/out/runs.txt sbatch --array=1,2%4 " in out
-  assert out.rstrip().endswith(
-    "processes/launch/slurm.sh configs/single:mlp training.steps=100 evaluation.every_steps=10"
-  )
+def test_an_array_of_slurm_has_the_runs_that_are_left(parse, tmp_path, capsys):
+  axes = "--axes=optimizer.learning_rate=0.1,0.2"
+  parse("sweep", *SMALL[:2], f"--workdir={tmp_path}", axes, "--slurm", "--parallel=4")
+  assert sweep.run() == 0
+  out = capsys.readouterr().out
+  lines = (tmp_path / "runs.txt").read_text().splitlines()
+  assert lines[1] == f"--config.optimizer.learning_rate=0.2 --workdir={tmp_path}/learning_rate-0.2"
+  assert f"RUNS={tmp_path}/runs.txt sbatch --array=1,2%4 " in out
+  assert out.rstrip().endswith("processes/launch/slurm.sh configs/single:mlp training.steps=6")
