@@ -126,7 +126,7 @@ def test_a_compiled_program_is_kept_under_what_it_is_lowered_to(tmp_path, monkey
   alike |= {"optimizer.weight_decay": 0.02, "seed": 5, "evaluation.every_steps": 3}
   first, decoder = text(), text("lm")
   assert (text("lm", **alike), text(**alike)) == (decoder, first)
-  others = [{"model.model_size": 96}, {"data.global_batch_size": 128}]
+  others = [{"model.model_size": 96}, {"data.global_batch_size": 48}]
   others += [{"training.gradient_accumulation_steps": count} for count in (2, 4)]
   others += [{"compiler_options": "xla_cpu_enable_fast_math=true"}, {"topology": "v6e:4x2"}]
   texts = {first, decoder, *(text(**more) for more in others)}
