@@ -126,13 +126,8 @@ TRAFFIC = (
 )
 
 
-def row(case: Case) -> str:
-  """Returns the row of a config."""
-  cells = (_traffic if case.kernel else _memory)(case)
-  return f"| {' | '.join([case.name, *cells])} |"
-
-
 def _memory(case: Case) -> list[str]:
+  """Returns bytes by formula and by the compiler, and their ratio."""
   job = case.job()
   formula = memory.at_once(memory.by_formula(of_job(job)))
   compiler = aot.compile_step(job).peak_bytes
@@ -171,75 +166,75 @@ def is_close(line: str) -> bool:
   return abs(formula / compiler - 1) <= WITHIN
 
 
-def note_of(text: str) -> list[str]:
-  """Returns the note of a page, with its marker, as a list of one text; [] if it has none."""
+def note_of(text: str) -> str:
+  """Returns the note of a page, with its marker; "" if it has none."""
   _, marker, after = text.partition(NOTE)
-  return [marker + after.partition("\n\n")[0], ""] if marker else []
+  return marker + after.partition("\n\n")[0] + "\n\n" if marker else ""
 
 
-def memory_page(lines: list[str], close: int, note: list[str]) -> str:
+MEMORY_PAGE = """{heading}
+
+Written by `python -m benchmarks.plan_formulas --of=memory --write`; do not edit.
+
+Peak bytes per device of the train step, compiled for TPUs that are not attached: as the
+compiler reports it, and as `plan` computes it by formula. {close} of {count} are within 10 %.
+
+{note}| {first} | formula | compiler | ratio |
+| --- | --- | --- | --- |
+{lines}
+"""
+TRAFFIC_PAGE = """## FLOPs and HBM traffic by formula and in compiled programs
+
+Written by `python -m benchmarks.plan_formulas --of=traffic --write`; do not edit.
+
+Per device and step. A plan for GPUs has no compiler and counts operations of the traced
+gradients. Here the same rules are applied to steps that are compiled for TPUs, whose
+FLOPs and bytes are counted from optimized HLO. Neither was measured on a device. The
+table shows what the rules omit or count twice next to one compiler, not how fast a GPU
+is.
+
+FLOPs agree. HBM traffic does not: a TPU has up to 128 MiB of memory on the chip, in which
+its compiler keeps arrays between operations, as long as they fit: with plain attention,
+the scores of a chunk of queries. The formula knows no such memory, as there is none of
+that size on GPUs. The last two columns compare it with what the compiled program's
+operations read and write in either memory. What is left: the compiler fuses entire
+softmaxes, and elementwise operations into matmuls, which the formula does not assume.
+
+{count} of {every} configs were compiled.
+
+| {head} |
+| --- |{rule}
+{lines}
+"""
+TRAFFIC_HEAD = (
+  *("TFLOP, formula", "compiled", "ratio", "HBM GiB, formula", "compiled", "ratio"),
+  *("ms without collectives, formula", "compiled", "ratio"),
+  *("GiB in HBM and on the chip, compiled", "ratio"),
+)
+
+
+def memory_page(lines: list[str], close: int, note: str) -> str:
   """Returns the section of docs/plan.md about memory; `note` as from `note_of`."""
-  return "\n".join(
-    [
-      HEADING,
-      "",
-      "Written by `python -m benchmarks.plan_formulas --of=memory --write`; do not edit.",
-      "",
-      "Peak bytes per device of the train step, compiled for TPUs that are not attached: as the",
-      "compiler reports it, and as `plan` computes it by formula. "
-      f"{close} of {len(lines)} are within {100 * WITHIN:.0f} %.",
-      "",
-      *note,
-      f"| {FIRST_COLUMN} | formula | compiler | ratio |",
-      "| --- | --- | --- | --- |",
-      *lines,
-      "",
-    ]
-  )
+  given = {"heading": HEADING, "close": close, "count": len(lines)}
+  return MEMORY_PAGE.format(**given, note=note, first=FIRST_COLUMN, lines="\n".join(lines))
 
 
 def traffic_page(lines: list[str]) -> str:
   """Returns the section of docs/plan.md about FLOPs and traffic."""
-  heads = ["TFLOP, formula", "compiled", "ratio", "HBM GiB, formula", "compiled", "ratio"]
-  heads += ["ms without collectives, formula", "compiled", "ratio"]
-  heads += ["GiB in HBM and on the chip, compiled", "ratio"]
-  return "\n".join(
-    [
-      "## FLOPs and HBM traffic by formula and in compiled programs",
-      "",
-      "Written by `python -m benchmarks.plan_formulas --of=traffic --write`; do not edit.",
-      "",
-      "Per device and step. A plan for GPUs has no compiler and counts operations of the traced",
-      "gradients. Here the same rules are applied to steps that are compiled for TPUs, whose",
-      "FLOPs and bytes are counted from optimized HLO. Neither was measured on a device. The",
-      "table shows what the rules omit or count twice next to one compiler, not how fast a GPU",
-      "is.",
-      "",
-      "FLOPs agree. HBM traffic does not: a TPU has up to 128 MiB of memory on the chip, in which",
-      "its compiler keeps arrays between operations, as long as they fit: with plain attention,",
-      "the scores of a chunk of queries. The formula knows no such memory, as there is none of",
-      "that size on GPUs. The last two columns compare it with what the compiled program's",
-      "operations read and write in either memory. What is left: the compiler fuses entire",
-      "softmaxes, and elementwise operations into matmuls, which the formula does not assume.",
-      "",
-      f"{len(lines)} of {len(TRAFFIC)} configs were compiled.",
-      "",
-      f"| {' | '.join([FIRST_COLUMN, *heads])} |",
-      f"| --- |{' --- |' * len(heads)}",
-      *lines,
-      "",
-    ]
-  )
+  head, rule = " | ".join([FIRST_COLUMN, *TRAFFIC_HEAD]), " --- |" * len(TRAFFIC_HEAD)
+  counts = {"count": len(lines), "every": len(TRAFFIC)}
+  return TRAFFIC_PAGE.format(**counts, head=head, rule=rule, lines="\n".join(lines))
 
 
 def main(argv: list[str]) -> int:
   """Compiles every config; returns the exit code."""
   del argv
   of_memory, lines = _OF.value == "memory", []
+  cases, measure = (MEMORY, _memory) if of_memory else (TRAFFIC, _traffic)
   before = section(PAGE.read_text(), HEADING)
-  for case in MEMORY if of_memory else TRAFFIC:
+  for case in cases:
     if _NAMED.value in case.name:
-      lines.append(row(case))
+      lines.append(f"| {' | '.join([case.name, *measure(case)])} |")
       print(lines[-1], flush=True)
     elif _WRITE.value and of_memory:
       lines += [one for one in before.splitlines() if one.startswith(f"| {case.name} |")]

@@ -16,8 +16,8 @@ def test_the_page_is_what_write_writes():
 
 
 def test_a_page_without_a_note():
-  assert plan_formulas.note_of("# Memory\n\nText.\n") == []
-  assert "note" not in plan_formulas.memory_page(["| a | 1 | 1 | 1.00 |"], 1, [])
+  assert plan_formulas.note_of("# Memory\n\nText.\n") == ""
+  assert "note" not in plan_formulas.memory_page(["| a | 1 | 1 | 1.00 |"], 1, "")
 
 
 def test_each_row_of_the_page_about_traffic_is_a_case():

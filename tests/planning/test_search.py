@@ -178,7 +178,7 @@ def test_what_was_estimated_before_is_not_estimated_again(monkeypatch):
 
 def test_other_batch_sizes_are_compared_per_token():
   config = small()
-  found = search.Search(formulas(config), ("data", "fsdp"), (16, 32), most=2)
+  found = search.Search(formulas(config), ("data",), (16, 32), most=2)
   found.run()
   rows = {one.setting.get("data.global_batch_size", 16) for one in found.fastest()}
   assert rows == {16, 32}
