@@ -1,12 +1,11 @@
 r"""The cost of checkpoints: seconds blocked, bytes per second, time to a first step.
 
-  python -m benchmarks.checkpoint [--parts=start,disk] [--repeats=9] [--mebibytes=384]
-    [--devices=1] [--trained_config=configs/dp4_tp2.py] [--starts=5] [--folder=DIR]
+  python -m benchmarks.checkpoint [--parts=start,disk] [--mebibytes=384] [--folder=DIR]
 
 start: seconds from the command to the first step, of runs of main.py that restore a checkpoint and
 of runs from scratch, alternating. A run before them has filled the compilation cache.
 
-disk: the state of an AdamW run, float32, random, `mebibytes` in all, split over the devices. A save
+disk: the state of an AdamW run, float32, random, `mebibytes` in all, on one device. A save
 is timed from the call until it is committed; blocked is the part that the caller waits. `dd
 conv=fsync` writes as many bytes to the same folder, alternating with it. Both are synced to the
 disk. The ratio is the median over the pairs. A save has a fixed cost (some twenty small files, each
@@ -36,27 +35,17 @@ import time
 import jax
 import numpy as np
 from absl import app, flags, logging
-from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.timing import ratio, spread
 from training.checkpointing.checkpointer import Checkpointer
 
 _PARTS = flags.DEFINE_list("parts", "start,disk", "Which parts.")
 _MEBIBYTES = flags.DEFINE_integer("mebibytes", 384, "disk: size of the state, MiB.", 1)
-_DEVICES = flags.DEFINE_integer("devices", 1, "disk: devices; simulated on a CPU.", 1)
-_REPEATS = flags.DEFINE_integer("repeats", 9, "disk: saves, and as many runs of dd.", 1)
-_CONFIG = flags.DEFINE_string("trained_config", "configs/dp4_tp2.py", "start: trained.")
-_STARTS = flags.DEFINE_integer("starts", 5, "start: runs of each kind.", 1)
-_SIMULATE = flags.DEFINE_bool(
-  "checkpoint_simulate",
-  False,
-  "Use simulated CPU devices even if there is a GPU or TPU.",
-  allow_override=True,  # the tests import several benchmarks into one process
-)
 _FOLDER = flags.DEFINE_string("folder", "", "On the disk to be measured; a temporary one.")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LEAST_RATIO = 0.5
+CONFIG, STARTS, REPEATS = "configs/dp4_tp2.py", 5, 9
 _LAYERS = 8
 
 
@@ -86,14 +75,14 @@ def _start(folder):
   _train(folder, resumable, *short)
   shutil.rmtree(resumable / "checkpoints" / "2")  # so that step 1 is the newest, of 2
   seconds = {"fresh": [], "restored": []}
-  for _ in range(_STARTS.value):
+  for _ in range(STARTS):
     for kind, found in seconds.items():
       workdir = folder / kind
       if kind == "restored":
         shutil.copytree(resumable, workdir)
       found.append(first_step(_train(folder, workdir, *short), restored=kind == "restored"))
       shutil.rmtree(workdir)
-  print(f"{_CONFIG.value}: seconds from the command to the first step, compiled before")
+  print(f"{CONFIG}: seconds from the command to the first step, compiled before")
   for kind, found in seconds.items():
     print(f"  {kind}: {spread(found)}")
   print(f"  restored / fresh: {ratio(seconds['restored'], seconds['fresh']):.2f}")
@@ -112,8 +101,7 @@ def first_step(text, *, restored):
 def _train(folder, workdir, *arguments):
   """Runs main.py and returns what it has printed."""
   command = [
-    *(sys.executable, "main.py", f"--config={_CONFIG.value}", f"--workdir={workdir}"),
-    *(["--simulate"] if _SIMULATE.value else []),
+    *(sys.executable, "main.py", f"--config={CONFIG}", f"--workdir={workdir}"),
     f"--config.compilation_cache_dir={folder / 'compilation'}",
     "--config.data.evaluation_split=test[:1]",
     "--config.evaluation.every_steps=0",
@@ -131,7 +119,6 @@ def _train(folder, workdir, *arguments):
 
 def _disk(folder):
   """Prints what saves and restores of a large state take; returns whether saves are fast."""
-  jax.config.update("jax_num_cpu_devices", _DEVICES.value)
   state = _state(_MEBIBYTES.value)
   size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
   blocked, saved, plain = [], [], []
@@ -144,7 +131,7 @@ def _disk(folder):
       checkpointer.wait()
       saved.append(time.perf_counter() - began)
 
-    for repeat in range(_REPEATS.value + 1):
+    for repeat in range(REPEATS + 1):
       if repeat:
         np.ones(3 * size, np.uint8)  # the save's copy, its file and dd's
       turns = (save, lambda: plain.append(_dd(folder, size)))
@@ -154,14 +141,14 @@ def _disk(folder):
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
   restored = {"full": [], "off": []}
-  for _ in range(_REPEATS.value):
+  for _ in range(REPEATS):
     for verify, times in restored.items():
       with Checkpointer(folder / "checkpoints", read_only=True, verify=verify) as checkpointer:
         began = time.perf_counter()
         jax.block_until_ready(checkpointer.restore(abstract))
         times.append(time.perf_counter() - began)
   mib = size / 2**20
-  print(f"{mib:.1f} MiB over {_DEVICES.value} {jax.devices()[0].platform} device(s), seconds")
+  print(f"{mib:.1f} MiB on one {jax.devices()[0].platform} device, seconds")
   print(f"  blocked by a save: {spread(blocked[1:], 3)}; by the first {blocked[0]:.3f}")
   for name, (first, *times) in (("save", saved), ("dd with fsync", plain)):
     rate = mib / statistics.median(times)
@@ -174,19 +161,15 @@ def _disk(folder):
 
 
 def _state(mebibytes):
-  """Returns a state of as many MiB, split over all devices."""
-  mesh = jax.make_mesh((_DEVICES.value,), ("fsdp",))
-  split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), ()))
-  rng = np.random.default_rng(0)
+  """Returns a state of as many MiB."""
+  rng, one = np.random.default_rng(0), jax.sharding.SingleDeviceSharding(jax.devices()[0])
   width = 64 * max(1, mebibytes * 2**20 // (4 * 3 * _LAYERS * 1024 * 64))
 
   def layers():
-    return {
-      f"layer_{i}": jax.device_put(rng.standard_normal((1024, width), np.float32), split)
-      for i in range(_LAYERS)
-    }
+    arrays = (rng.standard_normal((1024, width), np.float32) for _ in range(_LAYERS))
+    return {f"layer_{i}": jax.device_put(array, one) for i, array in enumerate(arrays)}
 
-  step = jax.device_put(np.int32(0), whole)
+  step = jax.device_put(np.int32(0), one)
   return {"step": step, "params": layers(), "optimizer": {"mu": layers(), "nu": layers()}}
 
 

@@ -1,6 +1,6 @@
 r"""Tokens per second of the input pipeline: rows, documents in random order, tokenization.
 
-  python -m benchmarks.input [--sequence_length=512] [--global_batch_size=64] [--data_dir=DIR]
+  python -m benchmarks.input
 
 Ours is TrainingBatches over the prepared store of python_source, up to the jax arrays. Bare is
 `MapDataset.source(rows).map(decode).shuffle().repeat().batch(B)` over a file of the same rows, up
@@ -8,7 +8,7 @@ to the NumPy arrays. They run in turns, one process, one thread; the medians are
 1 where ours reaches less than 0.9 of bare. Also printed: how fast one process reads everything
 once, as data.max_bad_records makes it do.
 
-  python -m benchmarks.input --of=text [--documents=20000] [--copies=2]
+  python -m benchmarks.input --of=text [--documents=20000]
 
 Random reads: rows of packed documents of 830 tokens on average, from a store of 16-bit tokens, in
 tokens per second of CPU time (of all threads) and by the clock; exits with 1 where that is below 5
@@ -51,15 +51,12 @@ from input_pipeline.text import (
 from input_pipeline.text import documents as text_documents
 from input_pipeline.text import files as text_files
 
-_SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 512, "Tokens per row.")
-_BATCH = flags.DEFINE_integer("global_batch_size", 64, "Rows per batch.")
-_STEPS = flags.DEFINE_integer("steps", 20, "Batches per measurement.")
-_REPEATS = flags.DEFINE_integer("repeats", 15, "Measurements of each, taken in turns.")
 _OF = flags.DEFINE_enum("of", "rows", ["rows", "text", "conversations"], "What is measured.")
 _DOCUMENTS = flags.DEFINE_integer("documents", 20_000, "Documents in the store of random reads.")
-_COPIES = flags.DEFINE_integer("copies", 2, "Files of all the text, of which one is a unit.")
-_DATA_DIR = flags.DEFINE_string("data_dir", "", "Empty: TFDS's default folder.")
 
+LENGTH, ROWS = 512, 64  # of a row in tokens, of a batch
+STEPS, REPEATS = 20, 15  # batches of a measurement, and measurements of each, taken in turns
+COPIES = 2  # files of all the text, of which one is a unit
 _FIELDS = ("tokens", "targets", "weights")
 _LEAST_RATIO = 0.9
 _LEAST_READ, _MEAN_TOKENS = 5e6, 830
@@ -71,9 +68,9 @@ def _data():
     {
       "name": "python_source",
       "kind": "text",
-      "data_dir": _DATA_DIR.value,
+      "data_dir": "",
       "train_split": "train",
-      "sequence_length": _SEQUENCE_LENGTH.value,
+      "sequence_length": LENGTH,
       "text_feature": "",
       "max_bad_records": 0,
       "tokenizer": "bytes",
@@ -151,20 +148,24 @@ def _random_reads(folder):
   return tokens / cpu
 
 
+def _trained(folder, texts):
+  """Returns a BPE of 8192 tokens that is trained on texts, in a folder."""
+  folder.mkdir(exist_ok=True)
+  (folder / "tokenizer.json").write_bytes(train_tokenizer.train(iter(texts), 8192))
+  (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": train_tokenizer.END}))
+  return tokenizer.load(folder)
+
+
 def _tokenization(folder):
   """Prints the rates of tokenization; returns ours / bare, and two processes / one."""
   library = pathlib.Path(sysconfig.get_path("stdlib"))
   texts = [path.read_bytes() for path in sorted(library.rglob("*.py"))]
   texts = [text for text in texts if text and _is_text(text)][:3000]
   lines = "".join(json.dumps({"text": text.decode()}) + "\n" for text in texts)
-  for copy in range(_COPIES.value):
+  for copy in range(COPIES):
     (folder / f"{copy}.jsonl").write_text(lines)
   size = sum(map(len, texts))
-  trained = folder / "tokenizer"
-  trained.mkdir()
-  (trained / "tokenizer.json").write_bytes(train_tokenizer.train(iter(texts), 8192))
-  (trained / "tokenizer_config.json").write_text(json.dumps({"eos_token": train_tokenizer.END}))
-  encoder = tokenizer.load(trained)
+  encoder = _trained(folder / "tokenizer", texts)
   units = text_documents.units(text_files.find(f"{folder}/*.jsonl"))
 
   def bare():
@@ -189,7 +190,7 @@ def _tokenization(folder):
     begin = time.perf_counter()
     preparation.fill(task, units, encoder, processes)
     clock[processes] = time.perf_counter() - begin
-    rate = _COPIES.value * size / clock[processes] / 1e6
+    rate = COPIES * size / clock[processes] / 1e6
     print(f"{processes} process{'es' if processes > 1 else ''}: {rate:.2f} MB/s by the clock")
   return seconds[bare] / seconds[ours], clock[1] / clock[2]
 
@@ -205,10 +206,8 @@ def _of_conversations(folder):
   library = pathlib.Path(sysconfig.get_path("stdlib"))
   texts = [path.read_bytes() for path in sorted(library.glob("*.py"))]
   text = b"".join(texts).decode()
-  (folder / "tokenizer.json").write_bytes(train_tokenizer.train(iter(texts), 8192))
-  (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": train_tokenizer.END}))
   (folder / "chat_template.jinja").write_text(_TEMPLATE)
-  encoder, random = tokenizer.load(folder), np.random.default_rng(0)
+  encoder, random = _trained(folder, texts), np.random.default_rng(0)
   records = []
   for _ in range(_DOCUMENTS.value):
     starts = random.integers(0, len(text) - 2000, random.integers(1, 4)).tolist()
@@ -244,26 +243,9 @@ def _is_text(content):
     return False
 
 
-def _text():
-  """Measures what becomes of text files; returns the exit code."""
-  os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one thread
-  with tempfile.TemporaryDirectory() as name:
-    read = _random_reads(epath.Path(name))
-    ratio, two = _tokenization(epath.Path(name))
-  print(f"tokenization: {ratio:.2f} of the bare loop; two processes: {two:.2f} times one")
-  enough = read >= _LEAST_READ and ratio >= _LEAST_TOKENIZED and two >= _LEAST_OF_TWO
-  return 0 if enough else 1
-
-
-def main(argv):
-  del argv
-  if _OF.value == "text":
-    return _text()
-  if _OF.value == "conversations":
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one thread
-    with tempfile.TemporaryDirectory() as name:
-      return 0 if _of_conversations(pathlib.Path(name)) >= _LEAST_TOKENIZED else 1
-  T, B, steps = _SEQUENCE_LENGTH.value, _BATCH.value, _STEPS.value
+def _rows(folder):
+  """Prints the rates of batches of rows; returns whether ours is fast enough."""
+  T, B, steps = LENGTH, ROWS, STEPS
   data = _data()
   source = row_source.open_source(data, "train", seed=0)
   training = batches.TrainingBatches(source, global_batch_size=B, seed=0)
@@ -271,10 +253,10 @@ def main(argv):
   shardings = dict.fromkeys(training.abstract, device)
   loops = {
     "ours": lambda step: jax.block_until_ready(training.batch(step, shardings)),
-    "bare": _bare(_stored_rows(source, f"{tempfile.mkdtemp()}/rows.array_record"), T, B),
+    "bare": _bare(_stored_rows(source, f"{folder}/rows.array_record"), T, B),
   }
   rates = {name: [] for name in loops}
-  for repeat in range(_REPEATS.value + 1):
+  for repeat in range(REPEATS + 1):
     for name, batch in loops.items():
       begin = time.perf_counter()
       for step in range(repeat * steps, (repeat + 1) * steps):
@@ -289,7 +271,22 @@ def main(argv):
   prepared, _ = tfds_documents.prepare(data, "train")
   checked = statistics.median(_checked_per_second(prepared) for _ in "abc")
   print(f"check for bad records: {checked / 1e6:.0f} MB/s")
-  return 0 if ours >= _LEAST_RATIO * bare else 1
+  return ours >= _LEAST_RATIO * bare
+
+
+def main(argv):
+  del argv
+  os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one thread
+  with tempfile.TemporaryDirectory() as name:
+    if _OF.value == "rows":
+      return 0 if _rows(name) else 1
+    if _OF.value == "conversations":
+      return 0 if _of_conversations(pathlib.Path(name)) >= _LEAST_TOKENIZED else 1
+    read = _random_reads(epath.Path(name))
+    ratio, two = _tokenization(epath.Path(name))
+  print(f"tokenization: {ratio:.2f} of the bare loop; two processes: {two:.2f} times one")
+  enough = read >= _LEAST_READ and ratio >= _LEAST_TOKENIZED and two >= _LEAST_OF_TWO
+  return 0 if enough else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 r"""Loss with parameters and optimizer state in fewer bytes, beside that of float32.
 
-  python -m benchmarks.low_precision_state [--steps=200] [--seeds=3]
+  python -m benchmarks.low_precision_state [--steps=200] [--seeds=3] [--only=float32,int8]
     [--set=optimizer.beta_2=0.999,...]
 
 Trains the recipe `lm` on one device, each variant with each seed, and prints a table: bytes of
@@ -52,6 +52,7 @@ ROUNDS = 8  # steps of each variant whose times are compared
 
 STEPS = flags.DEFINE_integer("steps", 200, "Steps of each run.", 1)
 SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each variant.", 1)
+ONLY = flags.DEFINE_list("only", [""], "Words of the variants to run; all by default.")
 CODES = flags.DEFINE_bool("codes", False, "Compare ways to store moments in 8 bits.")
 SET = flags.DEFINE_list("set", [], "Keys of the config, key=value.")
 
@@ -177,15 +178,18 @@ def main(_) -> None:
     compare_codes()
     return
   trainers = {
-    name: Trainer(job_of("lm", {**keys_of(own), "seed": 0})) for name, own in VARIANTS.items()
+    name: Trainer(job_of("lm", {**keys_of(own), "seed": 0}))
+    for name, own in VARIANTS.items()
+    if any(word in name for word in ONLY.value)
   }
   steps = {name: stepper(one.job, one.step) for name, one in trainers.items()}
   times = {name: statistics.median(x) for name, x in in_turns(steps, ROUNDS).items()}
+  first, *_ = times.values()
   rows = []
   for name, one in trainers.items():
     found = [losses_of(one, VARIANTS[name], seed) for seed in range(SEEDS.value)]
     losses = (spread(some, 3, np.mean) for some in zip(*found, strict=True))
-    share = f"{times[name] / times['float32']:.2f}"
+    share = f"{times[name] / first:.2f}"
     rows.append([name, *bytes_per_parameter(one.job), *losses, share])
   print(table(("stored", "parameters", "moments", "last losses", "held out", "step"), rows))
 

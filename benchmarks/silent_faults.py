@@ -22,8 +22,9 @@ import contextlib
 import dataclasses
 import importlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -67,17 +68,6 @@ def flipped(x: jax.Array, where: jax.Array) -> jax.Array:
   return jax.lax.bitcast_convert_type(bits, x.dtype)
 
 
-@contextlib.contextmanager
-def flipped_activations(where: jax.Array) -> Iterator[None]:
-  """Flips a bit of what enters the first layer, in what is traced within."""
-  original = transformer.Transformer._embedded
-  transformer.Transformer._embedded = lambda *given: flipped(original(*given), where)
-  try:
-    yield
-  finally:
-    transformer.Transformer._embedded = original
-
-
 class FaultyJob(Job):
   """A job whose step takes flips: of the activations int32 [3], of the gradients int32 [name, 3].
 
@@ -96,7 +86,7 @@ class FaultyJob(Job):
 
   def compile_train_step(self, shape: Any = None) -> Compiled:
     """Compiles `(state, batch, *flips) -> (state, metrics)`; without flips, nothing is flipped."""
-    update, names = self.program.update, self.names
+    update, names, embedded = self.program.update, self.names, transformer.Transformer._embedded
 
     def step(state: State, batch: Any, activations: jax.Array, gradients: jax.Array) -> Any:
       def with_flips(grads: Any, *rest: Any) -> Any:
@@ -104,7 +94,10 @@ class FaultyJob(Job):
         spoiled = {name: flipped(leaves[name], gradients[i]) for i, name in enumerate(names)}
         return update(nested({**leaves, **spoiled}), *rest)
 
-      with flipped_activations(activations):
+      flips = mock.patch.object(
+        transformer.Transformer, "_embedded", lambda *given: flipped(embedded(*given), activations)
+      )
+      with flips:  # of what enters the first layer, in what is traced within
         return dataclasses.replace(self.program, update=with_flips).train_step(state, batch)
 
     everywhere = NamedSharding(self.mesh, PartitionSpec())

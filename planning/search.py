@@ -11,6 +11,7 @@ import heapq
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -383,11 +384,7 @@ def nearest(formulas: Formulas, setting: Setting, scale: float) -> list[tuple[Se
 
 def refusals(used: Mapping[str, Estimate]) -> dict[str, int]:
   """Returns why settings were refused, and how many for each reason, the most frequent first."""
-  counts: dict[str, int] = {}
-  for one in used.values():
-    if one.refused:
-      counts[one.refused] = counts.get(one.refused, 0) + 1
-  return dict(sorted(counts.items(), key=lambda pair: -pair[1]))
+  return dict(Counter(one.refused for one in used.values() if one.refused).most_common())
 
 
 def limit_of(target: Target) -> float:
