@@ -13,8 +13,8 @@ import itertools
 import statistics
 import time
 
-import numpy as np
 from absl import app, flags
+from scipy import stats
 
 from benchmarks.step_overhead import LLAMA, ROUNDS
 from benchmarks.timing import in_turns
@@ -49,11 +49,6 @@ def planned(mesh: dict[str, int]) -> plan.Plan:
   return plan.make(config, None, simulate=True)
 
 
-def ranks(values: list[float]) -> np.ndarray:
-  """Returns the place of each value in their order."""
-  return np.argsort(np.argsort(values)).astype(float)
-
-
 def main(argv: list[str]) -> int:
   """Plans and measures every mesh; returns the exit code."""
   del argv
@@ -67,7 +62,7 @@ def main(argv: list[str]) -> int:
   ):
     name = " x ".join(f"{axis}={size}" for axis, size in mesh.items())
     print(f"{name:<32} predicted {said:6.3f} s  measured {took:6.3f} s  ratio {said / took:.2f}")
-  print(f"rank correlation {float(np.corrcoef(ranks(predicted), ranks(measured))[0, 1]):.2f}")
+  print(f"rank correlation {stats.spearmanr(predicted, measured).statistic:.2f}")
   right = [
     predicted[slow] > predicted[fast]
     for fast, slow in itertools.permutations(range(len(MESHES)), 2)

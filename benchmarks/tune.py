@@ -72,13 +72,6 @@ def compiled(attend: Callable, arrays: list[jax.Array]) -> Callable | None:
     return None
 
 
-def timed(functions: dict, arrays: list[jax.Array], platform: str) -> dict:
-  """Returns the seconds of the fastest run of each function, after a first one."""
-  clock = time.process_time if platform == "cpu" else time.perf_counter
-  bound = {name: functools.partial(function, *arrays) for name, function in functions.items()}
-  return {name: min(seconds) for name, seconds in in_turns(bound, _TIMES.value, clock).items()}
-
-
 def main(argv: list[str]) -> int:
   """Prints the times and the row; returns the exit code."""
   del argv
@@ -99,18 +92,18 @@ def main(argv: list[str]) -> int:
     if not fitting:
       print(f"no block size fits {device.device_kind}; make --length smaller", file=sys.stderr)
       return 1
-    best = timed(fitting, arrays, device.platform)
+    clock = time.process_time if device.platform == "cpu" else time.perf_counter
+    ways = {name: functools.partial(function, *arrays) for name, function in fitting.items()}
+    best = {name: min(seconds) for name, seconds in in_turns(ways, _TIMES.value, clock).items()}
 
   print(f"{device.device_kind}, {_DTYPE.value}, rows, tokens, heads, size of a head: {shape}")
   for (kernel, size), seconds in best.items():
     print(f"{kernel:<10} {size:>5}  {1e3 * seconds:10.2f} ms")
-  fastest = {
-    kernel: min((one for one in best if one[0] == kernel), key=best.get)[1]
-    for kernel in {one[0] for one in best}
-  }
   default = attention.DEFAULT_TILES
-  size = fastest.get("blockwise", default.blockwise[0])
-  splash = fastest.get("splash", default.splash)
+  size, splash = (
+    min((one for one in best if one[0] == kernel), key=best.get, default=(kernel, usual))[1]
+    for kernel, usual in (("blockwise", default.blockwise[0]), ("splash", default.splash))
+  )
   print(
     f"\nthe row for TILES in models/attention.py:\n  {device.device_kind.lower()!r}: "
     f'Tiles(({size}, {size}), {splash}, "measured by benchmarks/tune.py"),'
