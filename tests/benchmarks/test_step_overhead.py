@@ -13,6 +13,7 @@ from training import setup
 SMALL = {
   **{"model.layers": 1, "model.model_size": 32, "model.feedforward_size": 40, "model.heads": 8},
   **{"model.kv_heads": 2, "data.global_batch_size": 8, "data.sequence_length": 12},
+  **{"evaluation.sample_tokens": 0, "metrics.report": False, "metrics.tensorboard": False},
 }
 
 

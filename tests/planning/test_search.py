@@ -37,9 +37,9 @@ def looked(config, names=("data", "fsdp"), most=2, **more) -> search.Search:
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_tables():
-  """Three of the tables: each is a trace or two."""
+  """Two of the tables: each is a trace or two."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(search_space, "TABLES", ("none", "dots", "full"))
+    patch.setattr(search_space, "TABLES", ("none", "full"))
     yield
 
 
