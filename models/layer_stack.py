@@ -9,7 +9,7 @@ import functools
 import importlib
 import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -273,17 +273,18 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 Group = tuple[tuple[tuple[str, int], ...], int]
 
 
-def order_of(model: Any) -> tuple[Group, ...]:
+def order_of(model: Any, count: int | None = None) -> tuple[Group, ...]:
   """Returns the order of the layers of all stacks.
 
   Equal groups that follow each other are one scan, whose code is that of one of them.
 
   Args:
     model: a spec, or the section `model` of a finalized config.
+    count: of the layers, the first ones; None: all.
   """
   if not hasattr(model, "layer_types"):  # of a model whose layers are alike
     return ((((LAYERS, model.layers),), 1),)
-  kinds = itertools.groupby(stack_of(model, layer) for layer in range(model.layers))
+  kinds = itertools.groupby(stack_of(model, layer) for layer in range(count or model.layers))
   runs = [(name, len([*same])) for name, same in kinds]
   found = []
   while runs:
@@ -447,15 +448,45 @@ def blocks(
 ) -> tuple[Float[Array, "B R D"], dict[str, jax.Array]]:
   """Returns what `Transformer.blocks` does, of a `Transformer`; arguments as there."""
   if (stages := _stages()) == 1:
-    return _run(model, model.layers, x_BRD, rows, key, first)
-  graphdef, stack = nnx.split(model.layers)
+    return _run(model, model.stacks, x_BRD, rows, key, first)
+  graphdefs, states = _split(model.stacks)
   count = model.spec.layers // stages
 
-  def of_stage(stack: Any, x_BRD: Array, given: Any, stage: Int[Array, ""]) -> tuple:
+  def of_stage(states: Any, x_BRD: Array, given: Any, stage: Int[Array, ""]) -> tuple:
     with activations.recording():  # of one stage: not those of all layers
-      return _run(model, nnx.merge(graphdef, stack), x_BRD, *given, stage * count)
+      return _run(model, _merged(graphdefs, states), x_BRD, *given, stage * count)
 
-  return _relayed(of_stage, stack, x_BRD, (rows, key))
+  x_BRD, numbers = _relayed(of_stage, states, x_BRD, (rows, key))
+  return x_BRD, by_stack(numbers, model.sparse_stacks, stages)
+
+
+def _split(stacks: Mapping[str, nnx.Module]) -> tuple[dict[str, Any], dict[str, Any]]:
+  parts = {name: nnx.split(layers) for name, layers in stacks.items()}
+  return {name: part[0] for name, part in parts.items()}, {
+    name: part[1] for name, part in parts.items()
+  }
+
+
+def _merged(graphdefs: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, nnx.Module]:
+  return {name: nnx.merge(graphdefs[name], state) for name, state in states.items()}
+
+
+def by_stack(numbers: Any, stacks: Sequence[int], parts: int) -> Any:
+  """Returns numbers of layers in the order of their stacks, as `Transformer.blocks` returns them.
+
+  Args:
+    numbers: a tree of arrays with the layers as their first dim: those of each part of a model in
+      turn, and of a part those of each stack in turn.
+    stacks: how many layers each stack has.
+    parts: of the model, that are alike.
+  """
+  ends = itertools.accumulate(count // parts for count in stacks)
+
+  def in_order(x: Array) -> Array:
+    of_stacks = jnp.split(x.reshape(parts, -1, *x.shape[1:]), [*ends][:-1], axis=1)
+    return jnp.concatenate([one.reshape(-1, *x.shape[1:]) for one in of_stacks])
+
+  return numbers if len(stacks) < 2 else jax.tree.map(in_order, numbers)
 
 
 def _relayed(*given: Any) -> tuple[Array, Any]:
@@ -465,10 +496,9 @@ def _relayed(*given: Any) -> tuple[Array, Any]:
 
 
 def _of_layers(
-  model: Any, layers: nnx.Module, every: Any, first: Int[Array, ""] | int
+  model: Any, stacks: Mapping[str, nnx.Module], every: Any, first: Int[Array, ""] | int
 ) -> tuple[int, Any]:
   """Returns the number of these layers of a model, and what is theirs of a tree for all layers."""
-  stacks = {**model.stacks, LAYERS: layers}
   count = sum(jax.tree.leaves(nnx.state(one))[0].shape[0] for one in stacks.values())
   if count == model.spec.layers:
     return count, every
@@ -478,7 +508,7 @@ def _of_layers(
 
 def _run(
   model: Any,
-  layers: nnx.Module,
+  stacks: Mapping[str, nnx.Module],
   x_BRD: Float[Array, "B R D"],
   rows: Rows,
   key: Key[Array, ""] | None,
@@ -486,7 +516,7 @@ def _run(
 ) -> tuple[Float[Array, "B R D"], dict[str, jax.Array]]:
   """Runs stacked layers, of which number 0 is number `first` of the model."""
   keys = None if key is None else jax.random.split(key, model.spec.layers)
-  _, every = _of_layers(model, layers, (model.layer_pattern.stacked(), keys), first)
+  count, every = _of_layers(model, stacks, (model.layer_pattern.stacked(), keys), first)
 
   def layer(block, x_BRD, one):
     with activations.layer() as recorded:
@@ -495,8 +525,8 @@ def _run(
 
   x_BRD, found = over_layers(
     layer,
-    {**model.stacks, LAYERS: layers},
-    model.layer_order,
+    stacks,
+    order_of(model.spec, count),
     x_BRD,
     every,
     wrapped=lambda step: rematerialized(
@@ -521,16 +551,16 @@ def extended(
     rows: their slots and positions.
     cache: of all layers.
   """
-  graphdef, stack = nnx.split(model.layers)
+  graphdefs, states = _split(model.stacks)
   stages = _stages()
   count = model.spec.layers // stages
 
   def of_stage(stacked: Any, x_BRD: Array, given: Any, stage: Int[Array, ""] | int) -> tuple:
-    (stack, arrays), (rows, lengths_B) = stacked, given
+    (states, arrays), (rows, lengths_B) = stacked, given
     cache = {**arrays, LENGTHS: lengths_B}
-    return _extended(model, nnx.merge(graphdef, stack), x_BRD, rows, cache, stage * count)
+    return _extended(model, _merged(graphdefs, states), x_BRD, rows, cache, stage * count)
 
-  given = (stack, per_layer(cache)), x_BRD, (rows, cache[LENGTHS])
+  given = (states, per_layer(cache)), x_BRD, (rows, cache[LENGTHS])
   if stages == 1:
     x_BRD, arrays = of_stage(*given, 0)
   else:
@@ -540,7 +570,7 @@ def extended(
 
 def _extended(
   model: Any,
-  layers: nnx.Module,
+  stacks: Mapping[str, nnx.Module],
   x_BRD: Float[Array, "B R D"],
   rows: Rows,
   cache: Cache,
@@ -555,7 +585,7 @@ def _extended(
     x_BRD, new, _ = block(x_BRD, one, None, rows, of_layer)
     return (x_BRD, set_cache_layer(cache, number, new)), None
 
-  count, every = _of_layers(model, layers, model.layer_pattern.stacked(), first)
+  count, every = _of_layers(model, stacks, model.layer_pattern.stacked(), first)
   # Layers with attention have arrays in common, whatever their MLP is, and so have mixers.
   mixes = [layer_type(model.spec, layer) for layer in range(count)]
   mixes = [one if one in (MIXER, MLP) else "" for one in mixes]
@@ -563,8 +593,8 @@ def _extended(
   # In the carry, not a scanned input: a layer is updated in place, and there is only one cache.
   (x_BRD, cache), _ = over_layers(
     layer,
-    {**model.stacks, LAYERS: layers},
-    model.layer_order,
+    stacks,
+    order_of(model.spec, count),
     (x_BRD, cache),
     (every, numbers),
   )

@@ -45,6 +45,7 @@ STACKS = {
   "Y": MTP_LAYERS,
 }
 STACKED = tuple(STACKS.values())
+IN_STAGES = tuple(letter for letter, stack in STACKS.items() if stack != MTP_LAYERS)
 EXPERTS = f"{LAYERS}experts"
 
 

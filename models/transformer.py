@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 from models import activations, layer_stack, losses
 from models.attention import CACHE as CACHE
 from models.attention import LENGTHS, STATES, Cache, soft_cap
-from models.layer_stack import Block, attention_class, order_of, stacked
+from models.layer_stack import Block, attention_class, by_stack, stacked
 from models.layers import MLPS, NORMS, POSITION_EMBEDDINGS, Embedding, Linear
 from models.losses import COUNTS, Batch, Sums, TokenNumbers, weighted_sum
 from models.positions import POSITIONS, Rows, in_order, is_global, layer_pattern, rows_of
@@ -250,12 +250,13 @@ class Transformer(nnx.Module):
       self.positions = added(spec, rngs=rngs)
     counts = dict(zip(STACKED, spec.sizes("".join(STACKS)), strict=True))  # of layers
     further = counts.pop(MTP_LAYERS)
-    self.sparse_layers = counts[LAYERS] + counts[MIXER_LAYERS] + further
+    self.sparse_stacks = tuple(filter(None, (counts[LAYERS], counts[MIXER_LAYERS])))
+    self.sparse_layers = sum(self.sparse_stacks) + further
     self.layers = stacked(spec, rngs, counts.pop(LAYERS), LAYERS)
     for name, count in counts.items():  # the other stacks, under the names of their parameters
       beside = stacked(spec, rngs, count, name) if count else None
       setattr(self, name.removesuffix("/"), beside)
-    self.layer_order, self.layer_pattern = order_of(spec), layer_pattern(spec)
+    self.layer_pattern = layer_pattern(spec)
     self.final_norm = NORMS[spec.norm]("final_norm", spec)
     if not spec.tied_embeddings:
       self.unembed = Linear("unembed", spec, rngs=rngs)
@@ -353,6 +354,10 @@ class Transformer(nnx.Module):
     coefficients = self.spec.balance_loss, self.spec.router_z_loss
     loss = load_balance.auxiliary_loss(sums, *coefficients)
     return x_BRD, sums if isinstance(loss, float) else {"loss": loss, **sums}, counts
+
+  def counts_by_stack(self, counts: Sums, parts: int) -> Sums:
+    """Returns counts by layer in the order of a whole model, of those of its parts in turn."""
+    return by_stack(counts, self.sparse_stacks, parts)
 
   def leave(self, x_BRD: Float[Array, "B R D"], batch: Batch, key: Key[Array, ""] | None) -> Sums:
     """Returns the sums of the losses of the tokens, of the residual after the last layer."""

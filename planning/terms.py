@@ -478,7 +478,8 @@ def mixer_states(step: StepFacts) -> Iterator[Term]:
     return
   pieces = step.sizes["context"] * (2 if step.way == split_sequence.RING else 1)
   rows = pieces * step.tokens * step.sizes["context"] / step.length
-  often, axes = step.passes.microbatches * layers, ("context",)
+  share, runs, axes = layers / step.layers, step.passes, ("context",)
+  forward, back = (round(often * share) for often in (runs.forward, runs.backward))
   itemsize = wide_dtype(np.dtype(step.training.compute_dtype)).itemsize
   for name in mixer_class(model.mixer).cached:
     letters = CACHE[name].removeprefix("yB")
@@ -490,11 +491,11 @@ def mixer_states(step: StepFacts) -> Iterator[Term]:
       by_delta = model.mixer in ("gated_delta", "kimi_delta")
       parts += [rows * heads * (size**2 if by_delta else 1)]
       why = "what pieces of rows do to the states of mixers"
-    yield Term("all-gather", axes, 2 * often, sum(parts), why, itemsize, arrays=len(parts))
+    yield Term("all-gather", axes, forward + back, sum(parts), why, itemsize, arrays=len(parts))
     if model.mixer == "lightning":  # whose decays are fixed
       parts = parts[:1]
     why = f"gradients of {why}"
-    yield Term("reduce-scatter", axes, often, sum(parts), why, itemsize, arrays=len(parts))
+    yield Term("reduce-scatter", axes, back, sum(parts), why, itemsize, arrays=len(parts))
 
 
 def routers(step: StepFacts) -> Iterator[Term]:

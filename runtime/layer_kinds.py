@@ -69,6 +69,13 @@ def stack_of(model: Any, layer: int) -> str:
   return ((LAYERS, DENSE_LAYERS), (MIXER_LAYERS, DENSE_MIXER_LAYERS))[kind == MIXER][dense]
 
 
+def alike(model: Any, parts: int) -> bool:
+  """Returns whether parts of so many layers have layers of the same stacks, in the same order."""
+  size, rest = divmod(model.layers, parts)
+  stacks = [stack_of(model, layer) for layer in range(model.layers)]
+  return not rest and stacks == stacks[:size] * parts
+
+
 def layers_of_type(model: Any, kind: str) -> int:
   """Returns the number of layers of a type, such as MIXER."""
   return sum(layer_type(model, layer) == kind for layer in range(model.layers))

@@ -292,6 +292,7 @@ class Pipelined:
     grads, sums, counts = self._pipeline().gradients(
       named_leaves(learned), named_leaves(frozen), inputs
     )
+    counts = self._by_stack(merged(learned, frozen), counts)
     sums = {**sums, **counts, **self.finish(self._weight(batch, sums))}
     return (nested(grads), sums), variables
 
@@ -299,7 +300,7 @@ class Pipelined:
     """Returns the sums over the rows of a batch, without dropout."""
     inputs = self._inputs(params, batch, None)
     found, counts = self._pipeline().sums(named_leaves(params), inputs)
-    return {**found, **counts, **self._weight(batch, found)}
+    return {**found, **self._by_stack(params, counts), **self._weight(batch, found)}
 
   def enter(self, params: Params, one: Any) -> jax.Array:
     """Returns what the first layer is given of a microbatch; see `pipeline.Network`."""
@@ -313,6 +314,10 @@ class Pipelined:
   def leave(self, params: Params, x: jax.Array, one: Any) -> Sums:
     """Returns the sums of a microbatch; likewise."""
     return self.finish(self.build(nested(params)).leave(x, *one))
+
+  def _by_stack(self, params: Any, counts: Sums) -> Sums:
+    parts = self.schedule.stages * self.schedule.chunks
+    return self.build(params).counts_by_stack(counts, parts) if counts else counts
 
   def _weight(self, batch: Batch, sums: Sums) -> Sums:
     return {"weight": jnp.sum(batch["weights"], dtype=sums["loss"].dtype)}

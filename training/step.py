@@ -13,7 +13,7 @@ from flax import nnx
 
 from models import MODELS, check_network
 from models.losses import COUNTS, Batch, Sums
-from models.spec import stacks_of
+from models.spec import IN_STAGES, stacks_of
 from partitioning.constraints import automatic_spec, on_one_device
 from partitioning.dtypes import advanced_history, is_history
 from partitioning.rules import letters_of, named_leaves, nested
@@ -211,7 +211,7 @@ class Program:
     residual = MODELS[self.spec.model].build.residual
     specs = None if self.param_specs is None else named_leaves(self.param_specs)
     given = self.spec, self.pipeline, self.module, residual
-    return microbatches.Pipelined(*given, lambda name: self.stack(name) == "L", specs, finish)
+    return microbatches.Pipelined(*given, lambda name: self.stack(name) in IN_STAGES, specs, finish)
 
   def laid_out(self, grads: Any) -> Any:
     """Returns gradients that are sharded as their parameters are; others of them as they were."""

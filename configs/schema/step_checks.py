@@ -10,7 +10,7 @@ from configs.schema.data_checks import parts
 from configs.schema.model_checks import divisors, listed
 from runtime import rematerialization
 from runtime.extensions import kind_of_model
-from runtime.layer_kinds import MLP, QUANTIZED, QUANTIZED_BLOCK, beside_sparse
+from runtime.layer_kinds import QUANTIZED, QUANTIZED_BLOCK, alike, stack_of
 from runtime.suggest import nearest
 from training.optimizer import optimizer_row, optimizers_with
 from training.tasks import DPO, GRPO
@@ -220,36 +220,37 @@ def pipeline_errors(
   if kind_of_model(model.name) != "transformer":
     yield f"mesh.stage={stages}: {model.name} has no stacked layers to split; set mesh.stage=1"
     return
-  if model.experts and (beside := beside_sparse(model)):
-    yield (
-      f"mesh.stage={stages}: {beside} of {model.layers} layers have no experts, and the stages of "
-      f"a pipeline are alike; set mesh.stage=1"
-    )
-  elif model.mixer != "none" or MLP in model.layer_types:
-    what = f"model.mixer={model.mixer!r}: layers with mixers"
-    what = what if model.mixer != "none" else "model.layer_types: layers of the type mlp"
-    yield (
-      f"mesh.stage={stages}: {what} are a stack of their own, and the stages of a pipeline are "
-      f"alike; set mesh.stage=1"
-    )
-  else:
-    yield from _layers(model.layers, training, stages)
+  yield from _layers(model, training, stages)
   batch = parts(partitioning.activations.batch, sizes)
   yield from _microbatches(training, data.global_batch_size, batch, stages)
   if task in (DPO, GRPO):
     yield f"mesh.stage={stages}: data.name={data.name!r} ({task}) has no pipeline; set mesh.stage=1"
-  axes = tuple(partitioning.parameters.layers)
-  if axes != ("stage",):
-    yield (
-      f"partitioning.parameters.layers={axes}: with mesh.stage={stages} the layers are split over "
-      f"stage alone; set it to ('stage',)"
-    )
+  for stack in sorted({stack_of(model, layer) for layer in range(model.layers)}):
+    dim = stack.removesuffix("/")
+    if (axes := tuple(partitioning.parameters[dim])) != ("stage",):
+      yield (
+        f"partitioning.parameters.{dim}={axes}: with mesh.stage={stages} the layers are split over "
+        f"stage alone; set it to ('stage',)"
+      )
 
 
-def _layers(layers: int, training: ConfigDict, stages: int) -> Iterator[str]:
-  """Yields how stages, and chunks of them, do not divide the layers."""
+def _layers(model: ConfigDict, training: ConfigDict, stages: int) -> Iterator[str]:
+  """Yields how stages, and chunks of them, do not divide the layers, or are not alike."""
   chunks = training.pipeline_chunks if training.pipeline == "interleaved" else 1
-  if chunks < 1 or layers % (stages * chunks) == 0:
+  layers = model.layers
+  if chunks < 1:
+    return
+  if layers % (stages * chunks) == 0:
+    if not alike(model, stages * chunks):
+      fits = [n for n in divisors(layers)[1:] if alike(model, n * chunks)]
+      size = layers // (stages * chunks)
+      stacks = [stack_of(model, layer).removesuffix("/") for layer in range(layers)]
+      other = next(n for n in range(size, layers) if stacks[n] != stacks[n % size])
+      yield (
+        f"mesh.stage={stages}: layer {other} is one of {stacks[other]} and layer {other % size} of "
+        f"{stacks[other % size]}, and the stages of a pipeline, of {size} layers, are alike; "
+        f"set mesh.stage to {listed(fits) if fits else 1}"
+      )
     return
   parts = f"mesh.stage={stages}" + (f" x training.pipeline_chunks={chunks}" if chunks > 1 else "")
   fits = [n for n in divisors(layers)[1:] if layers % (n * chunks) == 0]

@@ -283,7 +283,11 @@ def test_muon_on_a_mesh_gives_what_one_device_gives():
     ),
     ({**BESIDE, "model.multipliers": (("mlp/dwon", 2.0),)}, "mlp/dwon: nothing has this name"),
     ({**DELTA, "model.multipliers": (("mlp/down", 0.0),)}, "a number above 0 are needed"),
-    ({**DELTA, "mesh.stage": 2}, "the stages of a pipeline are alike; set mesh.stage=1"),
+    ({**DELTA, "mesh.stage": 2}, "model.layers=3 is not divisible by mesh.stage=2"),
+    (
+      {**DELTA, "model.layers": 4, "model.layer_types": (*["mixer"] * 3, "full"), "mesh.stage": 2},
+      "layer 3 is one of layers and layer 1 of mixer_layers, and the stages .* set mesh.stage to 1",
+    ),
     ({**DELTA, "model.convolution_size": 9, "mesh.context": 4}, "needs 8 of them"),
   ],
 )

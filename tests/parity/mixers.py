@@ -49,6 +49,14 @@ QWEN = {
   "training.balance_loss": 0.01,
   "model.mtp_layers": 1,
 }
+# Stages of a pipeline are alike.
+ALTERNATING = {"model.layers": 4, "model.layer_types": ("mixer", "full")}
+# Routers' biases that move by the counts of the layers, which are of two stacks.
+HYBRID_EXPERTS = {
+  **{**QWEN, **ALTERNATING, "model.mtp_layers": 0, "optimizer.learning_rate": 0.005},
+  "model.router_correction": True,
+  "training.router_bias_rate": 0.05,
+}
 _ALL = {"mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2}
 _RING, _GATHER = ({"model.context_attention": kind} for kind in ("ring", "gather"))
 _SEQUENCE_PARALLEL = {"partitioning.sequence_parallel": True}

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from tests.parity import variants
 from tests.parity.comparison import ADAPTERS, COLLECTIVE_MATMUL, FEATURES, SEQUENCE_PARALLEL
 from tests.parity.latents import LATENTS
+from tests.parity.mixers import ALTERNATING, HYBRID_EXPERTS, MAMBA
 
 Keys = Mapping[str, Any]
 LAYERS = {"model.layers": 4}
@@ -118,6 +119,11 @@ LONG = {
     },
     4,
   ),
+  "hybrid of experts, ring": Case(mesh(2, stage=2, fsdp=2, context=2) | RING, HYBRID_EXPERTS),
+  "hybrid of Mamba-2, interleaved": Case(
+    {**mesh(4, stage=2, data=2, tensor=2), **INTERLEAVED},
+    {**MAMBA, **ALTERNATING, "model.layers": 8},
+  ),
   # ---- optimizers ----
   "muon": Case(mesh(2, stage=2, fsdp=2, tensor=2), variants.MUON),
   "muon, interleaved": Case({**mesh(2, stage=2, data=2), **INTERLEAVED}, variants.MUON),
@@ -159,6 +165,10 @@ STRATEGIES = {
   "stage=4 x fsdp=2, interleaved": {
     **{"model.layers": 8, **mesh(8, stage=4, fsdp=2), **IN_EACH_TICK},
     **INTERLEAVED,
+  },
+  "data=2 x stage=2 x context=2, hybrid": {
+    **{**MAMBA, **ALTERNATING, **RING},
+    **mesh(4, data=2, stage=2, context=2),
   },
   "data=2 x stage=2, GPipe": {**LAYERS, **mesh(4, data=2, stage=2), **GPIPE},
 }

@@ -10,11 +10,10 @@ from inference.request import Request
 from inference.sampler import Sampler
 from inference.scoring import Continuation, Scorer
 from tests.helpers.jobs import first_state, host_batch, make_job, place
+from tests.parity.mixers import HYBRID_EXPERTS
 from tests.parity.variants import FAMILIES
 
 KEYS = {
-  **FAMILIES,  # windows and rotary bases take turns: each layer needs its own
-  "model.layers": 4,
   "training.parameter_dtype": "float64",
   "training.compute_dtype": "float64",
   "training.matmul_precision": "highest",
@@ -24,6 +23,10 @@ MESHES = {
   "stage4_tensor2": {"mesh.stage": 4, "mesh.tensor": 2},
   "stage2_fsdp2_context2": {"mesh.stage": 2, "mesh.fsdp": 2, "mesh.context": 2},
 }
+# Windows and rotary bases take turns: each layer needs its own. Hybrids have two stacks of layers.
+FAMILY = {**FAMILIES, "model.layers": 4}
+HYBRID = "hybrid: "
+MESHES |= {f"{HYBRID}{name}": MESHES[name] for name in ("stage2_data2", "stage2_fsdp2_context2")}
 CASES = [pytest.param(x, marks=() if x == "stage2_data2" else pytest.mark.long) for x in MESHES]
 # Its losses are computed in some ticks only.
 CHUNKS = {
@@ -35,7 +38,12 @@ GREEDY = Request((bytes([3, 5, 7]), b"", bytes([9, 60, 9, 1, 2])), 7, temperatur
 
 
 def prepared(mesh):
-  return make_job("single", "lm", **KEYS, **EVALUATED.get(mesh, {}))
+  model = HYBRID_EXPERTS if mesh.startswith(HYBRID) else FAMILY
+  return make_job("single", "lm", **{**model, **KEYS, **EVALUATED.get(mesh, {})})
+
+
+def one_device(mesh):
+  return f"{HYBRID if mesh.startswith(HYBRID) else ''}one device"
 
 
 @functools.cache
@@ -69,20 +77,20 @@ def evaluated(mesh):
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES)
 def test_texts_are_those_of_one_device(mesh):
-  assert written(mesh) == written("one device")
+  assert written(mesh) == written(one_device(mesh))
   assert len({*written(mesh)}) == len(GREEDY.prompts)
 
 
 @pytest.mark.parametrize("mesh", CASES)
 def test_scores_are_those_of_one_device(mesh):
-  np.testing.assert_allclose(scores(mesh), scores("one device"), rtol=1e-12)
+  np.testing.assert_allclose(scores(mesh), scores(one_device(mesh)), rtol=1e-12)
 
 
 @pytest.mark.parametrize(
   "mesh", [*CASES, pytest.param("stage2_fsdp2_tensor2, interleaved", marks=pytest.mark.long)]
 )
 def test_an_evaluation_is_that_of_one_device(mesh):
-  ours, wanted = evaluated(mesh), evaluated("one device")
+  ours, wanted = evaluated(mesh), evaluated(one_device(mesh))
   assert ours.keys() == wanted.keys() >= {"loss", "weight"}
   for name, value in wanted.items():
     assert ours[name] == pytest.approx(value, rel=1e-12), name
