@@ -471,7 +471,8 @@ def mixer_states(step: StepFacts) -> Iterator[Term]:
   has the w - 1 inputs that the convolution of the next piece sees. They are all-gathered, forward
   and where the backward pass computes them again, and their gradients reduce-scattered: of y layers
   with N heads m y 3 b c p N (A + B) / t (of fixed decays no gradients), and m y 3 b c p (w - 1) for
-  each channel of a convolution.
+  each channel of a convolution. With stages at most that: in a backward tick XLA may gather once
+  what is computed again twice.
   """
   model = step.model
   if step.kind != _DECODER or not (layers := mixer_layers(model)):

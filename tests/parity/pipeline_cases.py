@@ -166,9 +166,5 @@ STRATEGIES = {
     **{"model.layers": 8, **mesh(8, stage=4, fsdp=2), **IN_EACH_TICK},
     **INTERLEAVED,
   },
-  "data=2 x stage=2 x context=2, hybrid": {
-    **{**MAMBA, **ALTERNATING, **RING},
-    **mesh(4, data=2, stage=2, context=2),
-  },
   "data=2 x stage=2, GPipe": {**LAYERS, **mesh(4, data=2, stage=2), **GPIPE},
 }
