@@ -66,29 +66,22 @@ def due(callbacks: Mapping[str, Callback], step: int) -> bool:
   return any(step % callback.every_steps == 0 for callback in callbacks.values())
 
 
-def call(callbacks: Mapping[str, Callback], context: Context) -> None:
-  """Calls those that are due.
+def call(callbacks: Mapping[str, Callback], context: Context, *, rollback: bool = False) -> None:
+  """Calls those that are due, or on a rollback those that have `on_rollback`.
 
   Raises:
     CallbackError: one has raised, with its name and the place in its file.
   """
   for name, callback in callbacks.items():
-    if context.step % callback.every_steps == 0:
-      _call(name, callback.function, context, f"after step {context.step}")
-
-
-def roll_back(callbacks: Mapping[str, Callback], context: Context) -> None:
-  """Notifies those that have `on_rollback`; raises as `call`."""
-  for name, callback in callbacks.items():
-    if callback.on_rollback is not None:
-      _call(name, callback.on_rollback, context, f"on the rollback to step {context.step}")
-
-
-def _call(name: str, function: Callable[[Context], None], context: Context, when: str) -> None:
-  try:
-    function(context)
-  except Exception as error:
-    raise CallbackError(f"the callback {name!r} fails {when}: {error_text(error)}") from error
+    function = callback.on_rollback if rollback else callback.function
+    if function is None or (not rollback and context.step % callback.every_steps):
+      continue
+    try:
+      function(context)
+    except Exception as error:
+      when = "on the rollback to" if rollback else "after"
+      said = f"the callback {name!r} fails {when} step {context.step}: {error_text(error)}"
+      raise CallbackError(said) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,21 +26,11 @@ from training.replica_check import (
 from training.setup import Compiled, Job
 from training.state import State
 
-KEY = "training.check_memory"
 _MOST_LINES = 8
 
 
 class StateChangedError(TrainingStoppedError):
-  """The state has changed since it was computed; the same message on every process.
-
-  Attributes:
-    step: that would have read it.
-  """
-
-  def __init__(self, step: int, text: str):
-    """Takes the step, and the message."""
-    self.step = step
-    super().__init__(text)
+  """The state has changed since it was computed; the same message on every process."""
 
 
 class KeptState:
@@ -118,7 +108,7 @@ class KeptState:
     for step, left, read in pending:
       differs = np.asarray(left) != np.asarray(read)
       if differs.any():
-        raise StateChangedError(step, self._text(step, differs))
+        raise StateChangedError(self._text(step, differs))
 
   def _text(self, step: int, differs: np.ndarray) -> str:
     """Returns the message: which arrays, and on which devices.
@@ -129,15 +119,14 @@ class KeptState:
     """
     devices = [*self._job.mesh.devices.flat]
     lines = [
-      f"  {name}: {device_text([devices[place] for place in np.flatnonzero(column)])}"
+      f"{name}: {device_text([devices[place] for place in np.flatnonzero(column)])}"
       for name, column in zip(self._names, differs.T, strict=True)
       if column.any()
     ]
-    return "\n".join(
-      [
-        f"step {step - 1}: bits of its state have changed in memory before step {step} took it:",
-        *forms.first(lines, _MOST_LINES),
-        "Nothing of this is saved. Run the same command again to resume from the last checkpoint; "
-        f"leave out a device that several such messages name. {KEY}=False turns the check off",
-      ]
+    return (
+      f"step {step - 1}: bits of its state have changed in memory before step {step} took it:"
+      + "".join(f"\n  {line}" for line in forms.first(lines, _MOST_LINES))
+      + "\nNothing of this is saved. Run the same command again to resume from the last "
+      "checkpoint; leave out a device that several such messages name. training.check_memory=False "
+      "turns the check off"
     )

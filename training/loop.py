@@ -1,8 +1,8 @@
 """The training loop: compile, steps, evaluation, saving, end.
 
 `train` says what happens in which order, `begin` of what a run consists, `Run` how it does that.
-What they need is below: after which steps what is due (`Due`), the steps as they are compiled
-(`TrainSteps`), and saving (`Saver`).
+What they need is below: after which steps what is due (`Due`), and the steps as they are compiled
+(`TrainSteps`).
 """
 
 import contextlib
@@ -23,7 +23,6 @@ from training import callbacks, workdir_files
 from training.bad_steps import BadStepError, BadSteps
 from training.callbacks import CALLBACKS, Callback, CompiledStep, Observer
 from training.checkpointing.async_writer import SaveError
-from training.checkpointing.checkpointer import Checkpointer
 from training.evaluation import Evaluation, Evaluator
 from training.instruments import Instruments
 from training.metrics.console import Waiting, say, say_wrapped
@@ -169,7 +168,7 @@ def begin(
     evaluator=Evaluator(
       *(job, data.evaluation, evaluation, watch, lockstep, shown, rollouts, data.tasks)
     ),
-    saver=Saver(start.checkpointer, forms.plain(config), watch, start.stored),
+    stored=start.stored,
     bad_steps=bad_steps,
     # On simulated devices at most one step is in flight: more can deadlock in a rendezvous.
     # On accelerators metrics are read a step late, so that the device never waits for the host.
@@ -197,6 +196,8 @@ class Run:
     state: after step `done`.
     done: number of finished steps.
     stopped: whether it was stopped before the last step or evaluation was done.
+    stored: the newest step that is saved in storage.
+    retry_save: a save has failed and is tried again after the next step.
     interrupted: whether the evaluation of the step that it starts from is missing.
     rollouts: draws the answers of its batches, of GRPO.
     batches: those of the next steps, read ahead; None before `catch_up`.
@@ -210,7 +211,7 @@ class Run:
   due: "Due"
   train_steps: "TrainSteps"
   evaluator: Evaluator
-  saver: "Saver"
+  stored: int
   bad_steps: BadSteps
   reader: MetricsReader
   debug_nans: DebugNans
@@ -224,6 +225,7 @@ class Run:
   observer: Observer
   interrupted: bool
   stopped: bool = False
+  retry_save: bool = False
   batches: Prefetcher | None = None
 
   def catch_up(self) -> None:
@@ -315,10 +317,9 @@ class Run:
     """
     if more := self.bad_steps.refusal():
       raise BadStepError(bad.step, bad.why, more) from None
-    note = self.instruments.progress.note
     with self.instruments.paused("lost_to_restart"):
-      with self.saver.tolerating_failure("an older step is restored", note):
-        self.saver.wait()
+      with self._tolerating_failure("an older step is restored"):
+        self._wait_for_save()
       self.watch.at(f"rolling back from step {bad.step}", STARTING)
       self.batches.close()
       # Frees the memory for the restored one, except of parameters that are not saved.
@@ -327,13 +328,13 @@ class Run:
       frozen = program.changing(params)[1] if self.start.base else teacher_branch(params)
       self.state = params = None
       made, self.state = self.start.roll_back(self.bad_steps, bad.step, bad.why, frozen)
-      note(self.bad_steps.text())
+      self.instruments.progress.note(self.bad_steps.text())
     self.done = made.step
     if self.kept:
       self.kept.forget()
-    self.saver.roll_back(self.done)
+    self.stored, self.retry_save = self.done, False  # what has failed after it no longer matters
     self.instruments.rolled_back(made, len(self.bad_steps.rollbacks))
-    callbacks.roll_back(self.callbacks, self._context({}))
+    callbacks.call(self.callbacks, self._context({}), rollback=True)
     self.observer.rolled_back(self.done)
     self._read_ahead()
 
@@ -365,21 +366,20 @@ class Run:
 
   def save_if_due(self, evaluation: Evaluation | None) -> None:
     """Saves if due, after the metrics were read and logged: only finite states are saved."""
-    note = self.instruments.progress.note
-    failures = self.saver.tolerating_failure("the next step is saved instead", note)
+    failures = self._tolerating_failure("the next step is saved instead")
     with self.instruments.within("save"), failures:
-      self.saver.check()
+      self.start.checkpointer.check()
       if self._save_due():
         self._save(evaluation)
-      self.saver.retry = False
+      self.retry_save = False
     if in_memory := self.start.memory is not None and self.due.memory(self.done):
       with self.instruments.within("save"):
         self._save_to_memory()
-    if in_memory or self.saver.step == self.done:
+    if in_memory or self.stored == self.done:
       self.instruments.at_step(self.done)
 
   def _save_due(self) -> bool:
-    return (self.saver.retry or self.due.save(self.done)) and self._may_save()
+    return (self.retry_save or self.due.save(self.done)) and self._may_save()
 
   def _may_save(self) -> bool:
     """Returns whether what a step needs follows from the state: not between updates on answers."""
@@ -389,10 +389,32 @@ class Run:
     ranked_by = {}
     if evaluation is not None and self.due.saves_evaluated:
       ranked_by = evaluation.compared(self.data.evaluation.source.fingerprint)
-    self.saver.phase(f"saving step {self.done}")
+    self._at_save(f"saving step {self.done}")
     self._check_before_save()
-    saved = self.start.saved_part(self.state), self._record()
-    self.saver.save(self.done, *saved, **ranked_by)
+    given = {"config": forms.plain(self.start.job.config), "record": self._record()}
+    saved = self.start.saved_part(self.state)
+    self.start.checkpointer.save(self.done, saved, **given, **ranked_by)
+    self.stored = self.done
+
+  def _wait_for_save(self) -> None:
+    """Waits until the last save is complete; raises SaveError if it has failed."""
+    self._at_save("waiting for the last save")
+    self.start.checkpointer.wait()
+
+  def _at_save(self, label: str) -> None:
+    """Enters a phase that may take long as long as the save makes progress."""
+    self.watch.at(label, SAVING, progress=self.start.checkpointer.progress)
+
+  @contextlib.contextmanager
+  def _tolerating_failure(self, instead: str) -> Iterator[None]:
+    """Reports a save that has failed, and continues; `instead` says with what."""
+    try:
+      yield
+    except SaveError as error:
+      if not error.agreed:  # the others wait in the middle of it; a restart resumes from the last
+        raise
+      self.retry_save = True
+      self.instruments.progress.note(f"WARNING: {error}; training continues, and {instead}")
 
   def _check_before_save(self) -> None:
     self.replicas.before_save(self.done, self.state)
@@ -402,7 +424,7 @@ class Run:
   def _save_to_memory(self) -> None:
     self.watch.at(f"step {self.done}: saving to memory")  # of a step: its time is known
     self._check_before_save()
-    given = {"config": self.saver.config, "record": self._record()}
+    given = {"config": forms.plain(self.start.job.config), "record": self._record()}
     self.start.memory.save(self.done, self.start.saved_part(self.state), **given)
 
   def _record(self) -> dict[str, Any]:
@@ -413,13 +435,13 @@ class Run:
 
   def save_last_step(self) -> None:
     """Saves the last step if the run was stopped before a save was due, or if a save has failed."""
-    if self.saver.step < self.done and self._last_step_is_good():
+    if self.stored < self.done and self._last_step_is_good():
       self._save(None)
-    with self.instruments.within("save"), self.instruments.progress.saving(self.saver.step):
-      self.saver.wait()
-      if self.start.memory is not None and self.saver.step == self.done:
+    with self.instruments.within("save"), self.instruments.progress.saving(self.stored):
+      self._wait_for_save()
+      if self.start.memory is not None and self.stored == self.done:
         self.start.memory.remove()  # storage has the last step
-    self.instruments.at_step(self.saver.step, done=not self.stopped)
+    self.instruments.at_step(self.stored, done=not self.stopped)
 
   def _last_step_is_good(self) -> bool:
     """Reads the metrics of the last step; the next start handles a bad one."""
@@ -429,7 +451,7 @@ class Run:
       if more := self.bad_steps.refusal():
         raise BadStepError(bad.step, bad.why, more) from None
       self.instruments.progress.note(f"WARNING: step {bad.step}: {bad.why}; it is not saved")
-      self.done = self.saver.step
+      self.done = self.stored
       return False
     return True
 
@@ -544,57 +566,3 @@ class TrainSteps:
     say(f"compiled the train step{of} in {step.seconds:.1f} s{stored}")
     self._compiled[shape] = step.function
     return step.function
-
-
-class Saver:
-  """Saves the states of a run, and knows which step was saved last.
-
-  Attributes:
-    config: stored with each step.
-    step: of the newest save.
-    retry: a save has failed and is tried again after the next step.
-  """
-
-  def __init__(
-    self, checkpointer: Checkpointer, config: Mapping[str, Any], watch: Watchdog, step: int
-  ):
-    """Takes the config, and the newest step in storage where the run starts."""
-    self.step, self.retry = step, False
-    self._checkpointer, self.config, self._watch = checkpointer, config, watch
-
-  def check(self) -> None:
-    """Raises SaveError if a save that was started before has failed."""
-    self._checkpointer.check()
-
-  def save(self, step: int, tree: Any, record: Mapping[str, Any], **ranked_by: Any) -> None:
-    """Starts to save a step; arguments as of `Checkpointer.save`.
-
-    Raises:
-      SaveError: this save or the one before it has failed.
-    """
-    self._checkpointer.save(step, tree, config=self.config, record=record, **ranked_by)
-    self.step = step
-
-  def wait(self) -> None:
-    """Waits until the last save is complete; raises SaveError if it has failed."""
-    self.phase("waiting for the last save")
-    self._checkpointer.wait()
-
-  def roll_back(self, step: int) -> None:
-    """Continues from an older step, which is saved; a failure after it no longer matters."""
-    self.step, self.retry = step, False
-
-  @contextlib.contextmanager
-  def tolerating_failure(self, instead: str, note: Callable[[str], None]) -> Iterator[None]:
-    """Reports a save that has failed, and continues; `instead` says with what."""
-    try:
-      yield
-    except SaveError as error:
-      if not error.agreed:  # the others wait in the middle of it; a restart resumes from the last
-        raise
-      self.retry = True
-      note(f"WARNING: {error}; training continues, and {instead}")
-
-  def phase(self, label: str) -> None:
-    """Enters a phase that may take long as long as the save makes progress."""
-    self._watch.at(label, SAVING, progress=self._checkpointer.progress)

@@ -15,12 +15,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from input_pipeline.ramp import Shape
+from runtime import forms
+from runtime.printable import few
 from training.bad_steps import TrainingStoppedError
 from training.replica_check import compile_digests, named_state
 from training.setup import Job
 
-KEY = "training.recompute_every_steps"
-_MOST_LINES = 8
+_MOST = 8  # arrays, and devices of each, in a message
 
 
 class StepsDifferError(TrainingStoppedError):
@@ -29,14 +30,11 @@ class StepsDifferError(TrainingStoppedError):
 
 def elsewhere(mesh: Mesh) -> Mesh:
   """Returns the mesh with the devices of each process moved on by one place."""
-  devices = list(mesh.devices.flat)
-  places: dict[int, list[int]] = {}
-  for place, device in enumerate(devices):
-    places.setdefault(device.process_index, []).append(place)
-  moved = list(devices)
-  for own in places.values():
-    for place, source in zip(own, [*own[1:], own[0]], strict=True):
-      moved[place] = devices[source]
+  moved = devices = list(mesh.devices.flat)
+  for process in {device.process_index for device in devices}:
+    places = [n for n, device in enumerate(devices) if device.process_index == process]
+    source = dict(zip(places, [*places[1:], places[0]], strict=True))
+    moved = [devices[source[n]] if n in source else device for n, device in enumerate(moved)]
   return Mesh(np.array(moved).reshape(mesh.devices.shape), mesh.axis_names, mesh.axis_types)
 
 
@@ -116,26 +114,20 @@ class RecomputedSteps:
 
   def _text(self, step: int, differs: np.ndarray) -> str:
     """Returns the message: which arrays, and which devices computed the parts that differ."""
-    names = [*named_state(self._job.placed_state)]
-    lines, pairs = (
-      [],
-      list(zip(self._job.mesh.devices.flat, self._other.mesh.devices.flat, strict=True)),
-    )
-    for name, column in zip(names, differs.T, strict=True):
-      if column.any():
-        found = [
-          f"{pairs[place][0].id} and {pairs[place][1].id}" for place in np.flatnonzero(column)
-        ]
-        shown = ", ".join(found[:_MOST_LINES]) + (" and more" if len(found) > _MOST_LINES else "")
-        lines.append(f"  {name}: devices {shown}")
-    if len(lines) > _MOST_LINES:
-      lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
+    ours, theirs = (one.mesh.devices.flat for one in (self._job, self._other))
+    pairs = [f"{a.id} and {b.id}" for a, b in zip(ours, theirs, strict=True)]
+    lines = [
+      f"{name}: devices {few([pairs[place] for place in np.flatnonzero(column)], _MOST)}"
+      for name, column in zip(named_state(self._job.placed_state), differs.T, strict=True)
+      if column.any()
+    ]
     return (
-      f"step {step}: computed twice from the same state and batch, it gave other bits:\n"
-      + "\n".join(lines)
+      f"step {step}: computed twice from the same state and batch, it gave other bits:"
+      + "".join(f"\n  {line}" for line in forms.first(lines, _MOST))
       + "\nThe first of a pair had that part in the run, the second when it was computed again. "
       "It is not known which is wrong, and a wrong gradient reaches all parts. This step is not "
       "saved. Run the same command again to resume from the last checkpoint; a device that several "
       "such messages name is to be left out. Where the first step that is computed twice differs, "
-      f"an operation of this platform adds in no fixed order: {KEY}=0 turns the comparison off."
+      "an operation of this platform adds in no fixed order: "
+      "training.recompute_every_steps=0 turns the comparison off."
     )

@@ -35,8 +35,6 @@ _PARAMETERS = "parameters.json"
 _SHOWN = 16  # characters of a digest in a file's name
 _FIELDS = [f"reference_{side}" for side in preferences.SIDES]
 
-Write = Callable[[epath.Path, bytes], None]
-
 
 def attached(data: Data, start: restore.Start, watch: Watchdog) -> Data:
   """Returns a run's batches with the reference, which is computed where it is not stored.
@@ -44,9 +42,9 @@ def attached(data: Data, start: restore.Start, watch: Watchdog) -> Data:
   Raises:
     ValueError: the parameters that the run has started from are no longer found.
   """
-  write = _writing(start.owner.require)
   first = start.state.params if start.step == 0 else None
-  reference = _Reference(start.job, start.workdir / FOLDER, watch, first, write)
+  folder = start.workdir / FOLDER
+  reference = _Reference(start.job, folder, watch, first, start.owner.require)
   for batches in (data.train, data.evaluation):
     batches.source = reference.of(batches.source)
   return data
@@ -75,37 +73,29 @@ def run_folder(location: str) -> epath.Path:
   return folder.parent if folder.name == integrity.FOLDER else folder
 
 
-def _writing(require: Callable[[], None]) -> Write | None:
-  """Returns what writes a file on process 0; all others write none."""
-  if not current().first:
-    return lambda path, content: None
-
-  def write(path: epath.Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.replace(path, content, require=require)
-
-  return write
-
-
 def first_parameters(start: restore.Start, watch: Watchdog) -> Any:
   """Returns a copy of the parameters that a run has started from.
 
   Raises:
     ValueError: they are no longer found.
   """
-  write = _writing(start.owner.require)
   first = None
   if start.step == 0:  # a step deletes those that it is given
     first = jax.tree.map(lambda x: x.copy(), start.state.params)
-  reference = _Reference(start.job, start.workdir / FOLDER, watch, first, write)
-  return reference.identified()
+  folder = start.workdir / FOLDER
+  return _Reference(start.job, folder, watch, first, start.owner.require).identified()
 
 
 class _Reference:
   """Log p of splits under the parameters that a run has started from."""
 
   def __init__(
-    self, job: Job, folder: epath.Path, watch: Watchdog, params: Any, write: Write | None
+    self,
+    job: Job,
+    folder: epath.Path,
+    watch: Watchdog,
+    params: Any,
+    require: Callable[[], None] | None,
   ):
     """Computes nothing yet.
 
@@ -114,10 +104,10 @@ class _Reference:
       folder: of the stored files.
       watch: is notified of what is computed.
       params: those that the run starts from; None: they are found where they are needed.
-      write: None where nothing is stored.
+      require: is called before a file is written; None: nothing is stored.
     """
     self._job, self._folder, self._watch = job, folder, watch
-    self._params, self._write = params, write
+    self._params, self._require = params, require
     # A run that has not made its first step may have been given other parameters since.
     self._digest = self._known() if params is None else ""
 
@@ -126,11 +116,10 @@ class _Reference:
     values = self._stored(source)
     if values is None:
       values = self._computed(source)
-    read, names = source.read, _FIELDS
 
     def with_reference(numbers: np.ndarray) -> dict[str, np.ndarray]:
-      more = dict(zip(names, values[np.asarray(numbers, np.int64)].T, strict=True))
-      return {**read(numbers), **more}
+      more = zip(_FIELDS, values[np.asarray(numbers, np.int64)].T, strict=True)
+      return {**source.read(numbers), **dict(more)}
 
     return dataclasses.replace(source, read=with_reference)
 
@@ -177,9 +166,14 @@ class _Reference:
         f"loss; name those"
       )
     self._digest = digest
-    if self._write is not None:
-      text = files.json_text({"digest": digest}, indent=2) + "\n"
-      self._write(self._folder / _PARAMETERS, text.encode())
+    text = files.json_text({"digest": digest}, indent=2) + "\n"
+    self._write(self._folder / _PARAMETERS, text.encode())
+
+  def _write(self, path: epath.Path, content: bytes) -> None:
+    """Writes a file, if files are stored, on process 0."""
+    if self._require is not None and current().first:
+      path.parent.mkdir(parents=True, exist_ok=True)
+      files.replace(path, content, require=self._require)
 
   def _computed(self, source: Source) -> np.ndarray:
     """Returns float32 [rows, 2] of a split, by forward passes over all of its rows; stores it."""
@@ -202,8 +196,7 @@ class _Reference:
       log_p_PC = step(self._params, batches.batch(number, job.batch_shardings))
       ids_P = batches.row_ids(number)
       values[ids_P[ids_P >= 0]] = jax.device_get(log_p_PC)[ids_P >= 0]
-    if self._write is not None:
-      content = io.BytesIO()
-      np.save(content, values)
-      self._write(self._path(source), content.getvalue())
+    content = io.BytesIO()
+    np.save(content, values)
+    self._write(self._path(source), content.getvalue())
     return values

@@ -8,7 +8,6 @@ compared.
 
 import collections
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -64,28 +63,22 @@ def digest_program(
     leaves: name -> shape, dtype and NamedSharding; the function takes a list in this order.
     mesh: of all of them.
   """
-
-  def own(blocks: Sequence[jax.Array]) -> jax.Array:
-    return jnp.stack(digests(blocks)).reshape(1, -1)
-
+  kinds = [leaf.sharding.memory_kind for leaf in leaves.values()]
   program = jax.shard_map(
-    own,
+    lambda blocks: jnp.stack(digests(blocks)).reshape(1, -1),
     mesh=mesh,
     in_specs=([leaf.sharding.spec for leaf in leaves.values()],),
     out_specs=PartitionSpec(mesh.axis_names),
     check_vma=False,  # the result differs between devices if replicas do
   )
-  hosted = [leaf.sharding.memory_kind == HOST for leaf in leaves.values()]
-  if not any(hosted):
-    return program
 
   def fetching(arrays: Sequence[jax.Array]) -> jax.Array:
     """Brings to the device what is in host memory."""
-    pairs = zip(arrays, hosted, strict=True)
     device = jax.memory.Space.Device
-    return program([jax.device_put(x, device) if host else x for x, host in pairs])
+    pairs = zip(arrays, kinds, strict=True)
+    return program([jax.device_put(x, device) if kind == HOST else x for x, kind in pairs])
 
-  return fetching
+  return fetching if HOST in kinds else program
 
 
 def gathered(mesh: Mesh) -> NamedSharding:
@@ -138,12 +131,8 @@ def content_digests(arrays: Sequence[jax.Array]) -> jax.Array:
 
   As in `digests`, but with the index in the full array, so that every sharding gives the same.
   """
-  return jnp.stack(
-    [
-      jnp.stack([jnp.sum(_mixed(_words(x), seed), dtype=jnp.uint32) for seed in range(4)])
-      for x in arrays
-    ]
-  )
+  rows = [[jnp.sum(_mixed(_words(x), n), dtype=jnp.uint32) for n in range(4)] for x in arrays]
+  return jnp.stack([jnp.stack(row) for row in rows])
 
 
 def _mixed(words: jax.Array, seed: int) -> jax.Array:
@@ -199,20 +188,16 @@ class Copies:
         ranked = collections.Counter(values).most_common(2)
         if len(ranked) == 1:
           continue
-        (most, count), (_, next_count) = ranked
-        is_right = [value == most and count > next_count for value in values]
-        sides = (
-          tuple(itertools.compress(devices, (one == side for one in is_right)))
-          for side in (False, True)
-        )
-        differing.append(Difference(name, *sides))
+        majority = [ranked[0][0]] if ranked[0][1] > ranked[1][1] else []
+        right = [device for device, x in zip(devices, values, strict=True) if x in majority]
+        wrong = [device for device in devices if device not in right]
+        differing.append(Difference(name, tuple(wrong), tuple(right)))
     return differing
 
 
 # ------------------------------ the check of a run ------------------------------
 
 _MOST_LINES = _MOST_NAMES = 8
-KEY = "training.replica_check_every_steps"
 
 
 class CopiesDifferError(TrainingStoppedError):
@@ -223,11 +208,31 @@ class CopiesDifferError(TrainingStoppedError):
     wrong: the devices whose replicas differ from the majority.
   """
 
-  def __init__(self, step: int, found: Sequence[Difference], text: str):
-    """Takes what differs after a step, and the message about it."""
+  def __init__(self, step: int, found: Sequence[Difference], leaves: Mapping[str, Any]):
+    """Takes what differs after a step; `leaves` have the shapes, by name."""
     self.step = step
     self.wrong = tuple(dict.fromkeys(device for one in found for device in one.wrong))
-    super().__init__(text)
+    lines = forms.first([_line(one, leaves[one.name].shape) for one in found], _MOST_LINES)
+    counts = collections.Counter(device for one in found if one.right for device in one.wrong)
+    verdict = "there is no majority, so it is not known which device is wrong"
+    if counts:
+      named = device_text([device for device, _ in counts.most_common()])
+      verdict = f"{named} {'differs' if len(counts) == 1 else 'differ'} from the other replicas"
+    super().__init__(
+      f"step {step}: copies of the state differ, which must be the same to the bit: {verdict}:"
+      + "".join(f"\n  {line}" for line in lines)
+      + "\nThis step is not saved. Run the same command again to resume from the last checkpoint; "
+      "if the same device is named again, leave it out. Where many differ at once after few steps, "
+      "a collective or an operation of this platform may not give the same bits everywhere: "
+      "training.replica_check_every_steps=0 turns this check off"
+    )
+
+
+def _line(one: Difference, shape: Sequence[int]) -> str:
+  name = f"{one.name} [{', '.join(map(str, shape))}]"
+  if not one.right:
+    return f"{name}: the copies on {device_text(one.wrong)} differ"
+  return f"{name}: {device_text(one.wrong)} against {device_text(one.right)}"
 
 
 class ReplicaCheck:
@@ -286,7 +291,7 @@ class ReplicaCheck:
       return
     (step, digests), self._pending = self._pending, None
     if found := self._copies.differences(np.asarray(digests)):
-      raise CopiesDifferError(step, found, _text(step, found, self._copies.leaves))
+      raise CopiesDifferError(step, found, self._copies.leaves)
 
 
 def named_state(state: State) -> dict[str, Any]:
@@ -294,32 +299,6 @@ def named_state(state: State) -> dict[str, Any]:
   optimizer = named_leaves(state.optimizer, "optimizer/")
   variables = named_leaves(state.variables, "variables/")
   return {"step": state.step, **named_leaves(state.params), **optimizer, **variables}
-
-
-def _text(step: int, found: Sequence[Difference], leaves: Mapping[str, Any]) -> str:
-  """Returns the message: which devices, then array by array."""
-  lines = forms.first([_line(one, leaves[one.name].shape) for one in found], _MOST_LINES)
-  counts = collections.Counter(device for one in found if one.right for device in one.wrong)
-  if counts:
-    named = device_text([device for device, _ in counts.most_common()])
-    verdict = f"{named} {'differs' if len(counts) == 1 else 'differ'} from the other replicas"
-  else:
-    verdict = "there is no majority, so it is not known which device is wrong"
-  return (
-    f"step {step}: copies of the state differ, which must be the same to the bit: {verdict}:\n"
-    + "\n".join(f"  {line}" for line in lines)
-    + f"\nThis step is not saved. Run the same command again to resume from the last checkpoint; "
-    f"if the same device is named again, leave it out. Where many differ at once after few steps, "
-    f"a collective or an operation of this platform may not give the same bits everywhere: {KEY}=0 "
-    f"turns this check off"
-  )
-
-
-def _line(one: Difference, shape: Sequence[int]) -> str:
-  name = f"{one.name} [{', '.join(map(str, shape))}]"
-  if not one.right:
-    return f"{name}: the copies on {device_text(one.wrong)} differ"
-  return f"{name}: {device_text(one.wrong)} against {device_text(one.right)}"
 
 
 def device_text(devices: Sequence[jax.Device]) -> str:
@@ -333,4 +312,4 @@ def device_text(devices: Sequence[jax.Device]) -> str:
   ]
   if len(devices) > _MOST_NAMES:
     texts.append(f"{len(devices) - _MOST_NAMES} more")
-  return f"device{'s' if len(devices) > 1 else ''} {', '.join(texts)}"
+  return f"device{'s' * (len(devices) > 1)} {', '.join(texts)}"

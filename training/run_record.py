@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from input_pipeline import position
 from input_pipeline.ramp import Ramp, until
 from runtime import forms
-from runtime.forms import ANY, COUNT, NUMBER, TEXT, Each, Exactly, Kind, OrNull, is_number, is_whole
+from runtime.forms import ANY, COUNT, NUMBER, SIZE, TEXT, Each, Exactly, Kind, OrNull, is_number
 from training.bad_steps import POSITION, RECORD, Rollback, restored_position
 from training.checkpointing.integrity import BASE, TEACHER, Verified
 from training.metrics import log_lines
@@ -108,27 +108,7 @@ _NOT_FINITE = ("nan", "inf", "-inf")  # as they are written
 _METRIC = Kind("a number", lambda value: is_number(value) or value in _NOT_FINITE)
 
 
-def _is_position(value: Any) -> bool:
-  keys = {"step", "row", "batch"}
-  if not isinstance(value, list) or not value:
-    return False
-  if not all(isinstance(one, dict) and set(one) == keys for one in value):
-    return False
-  if not all(map(is_whole, (number for one in value for number in one.values()))):
-    return False
-  steps = [one["step"] for one in value]
-  return steps[0] == 0 and steps == sorted({*steps}) and all(one["batch"] > 0 for one in value)
-
-
-def _is_range(value: Any) -> bool:
-  if not isinstance(value, list) or len(value) != 2:
-    return False
-  return all(map(is_whole, value)) and value[0] < value[1]
-
-
-_POSITION = Kind("a list of step, row and batch, ascending from step 0,", _is_position)
-_SKIPPED = {"skipped_rows": [Kind("a range of rows", _is_range)]}
-
+_SKIPPED = {"skipped_rows": [(COUNT, COUNT)]}
 _ELSEWHERE = Exactly({"folder": TEXT, "step": OrNull(COUNT), "dtype": TEXT, "digest": TEXT})
 
 # Keys that are missing or unknown belong to another version.
@@ -142,7 +122,7 @@ RECORD_FORM = {
   "metrics_over": {"data": TEXT, "examples": COUNT},
   BASE: _ELSEWHERE,
   TEACHER: _ELSEWHERE,
-  POSITION: _POSITION,
+  POSITION: [Exactly({"step": COUNT, "row": COUNT, "batch": SIZE})],
   RECORD: {
     **_SKIPPED,
     "rollbacks": [Exactly({"bad_step": COUNT, "why": TEXT, "step": COUNT, **_SKIPPED})],

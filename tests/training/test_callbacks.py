@@ -50,23 +50,12 @@ def test_one_that_raises_on_a_rollback_is_named():
   with pytest.raises(
     CallbackError, match=r"'failing' fails on the rollback to step 5: .*ZeroDivisionError"
   ):
-    callbacks.roll_back(table, context)
+    callbacks.call(table, context, rollback=True)
 
 
 def test_a_period_below_one_step_is_refused():
   with pytest.raises(ValueError, match="every_steps=0: at least 1"):
     Callback(0, print)
-
-
-def test_which_are_due():
-  table = {"two": Callback(2, print), "three": Callback(3, print)}
-  assert [callbacks.due(table, step) for step in (1, 2, 3, 4, 5)] == [
-    False,
-    True,
-    True,
-    True,
-    False,
-  ]
 
 
 def test_names_that_are_not_registered_are_refused():

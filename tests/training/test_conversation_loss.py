@@ -113,10 +113,6 @@ def alone(made):
 @pytest.mark.parametrize(
   ("strategy", "packing", "overrides"),
   [
-    ("single", "best_fit", {"training.gradient_accumulation_steps": 4}),
-    pytest.param(
-      *("single", "none", {"training.gradient_accumulation_steps": 2}), marks=pytest.mark.long
-    ),
     ("dp2_fsdp2_tp2", "best_fit", {"training.gradient_accumulation_steps": 2}),
     ("single", "best_fit", {"mesh.data": 2, "mesh.context": 4}),
   ],

@@ -11,28 +11,29 @@ from configs.schema import finalize
 from models import experts, mlp
 from tests.helpers.jobs import SMALL, host_batch, make_job, place
 from training import coordinate_check
-from training.coordinate_check import Point, Trained, points, shown_layers, slope, slopes
-from training.optimizers import groups
+from training.coordinate_check import Trained, points, shown_layers, slope, slopes
 
 BASE, WIDE = 32, 256
 CONSTANT = {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
-SGD = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.3}
 
 
-def trained(width, optimizer, base_width):
+def trained(width, base_width):
   keys = {f"model.{key}": width for key in ("model_size", "feedforward_size")}
   keys |= {**CONSTANT, "model.base_width": base_width, "data.global_batch_size": 32}
-  job = make_job("single", "mlp", **keys, **dict(optimizer))
+  return of_job(make_job("single", "mlp", **keys), steps=3)
+
+
+def of_job(job, steps):
   batch = lambda step: place(job, host_batch(job, seed=step))  # noqa: E731
-  return coordinate_check.train(job, batch, steps=3, seeds=2)
+  return coordinate_check.train(job, batch, steps=steps, seeds=2)
 
 
 at_base = functools.cache(trained)  # where muP, and what a test breaks of it, changes nothing
 
 
-def not_flat(base_width=BASE, optimizer=()):
+def not_flat(base_width=BASE):
   """Returns name -> slope of what is not flat."""
-  both = [at_base(BASE, optimizer, 0), trained(WIDE, optimizer, base_width)]
+  both = [at_base(BASE, 0), trained(WIDE, base_width)]
   found = slopes(points(both), [BASE, WIDE])
   assert [one.point.name for one in found[::2]] == ["layer_1", "layer_2", "layer_3", "outputs"]
   return {one.point.name: one.value for one in found if one.change and not one.flat}
@@ -66,28 +67,12 @@ def test_mup_without_its_divisor_is_not(monkeypatch):
   assert found["outputs"] > 0.5
 
 
-@pytest.mark.long
-def test_mup_without_its_learning_rates_is_not(monkeypatch):
-  monkeypatch.setitem(groups.RULES, "entrywise", lambda growth: 1.0)
-  assert {"layer_2", "layer_3"} <= set(not_flat())
-
-
-@pytest.mark.long
-def test_sgd_is_flat_with_mup_and_its_first_layer_stops_to_learn_without(monkeypatch):
-  assert not_flat(optimizer=tuple(SGD.items())) == {}
-  found = not_flat(0, tuple(SGD.items()))
-  assert found["layer_1"] < -0.4  # as 1 / sqrt(width), and clipping takes more
-  monkeypatch.setitem(groups.RULES, "by_gradient", lambda growth: 1.0)
-  assert "layer_1" in not_flat(optimizer=tuple(SGD.items()))
-
-
-DECODER = {
-  "model.layers": 1,
-  "data.sequence_length": 16,
-  "data.global_batch_size": 8,
-  "optimizer.learning_rate": 4e-3,
-  **CONSTANT,
-}
+def decoder(width, **keys):
+  """Returns what a decoder of one layer records; its heads are of 8."""
+  heads = {"model.heads": width // 8, "model.kv_heads": width // 16, "model.head_size": 8}
+  sizes = {"model.model_size": width, "model.layers": 1, "data.sequence_length": 16}
+  rate = {"data.global_batch_size": 8, "optimizer.learning_rate": 4e-3}
+  return of_job(make_job("single", "lm", **heads, **sizes, **rate, **CONSTANT, **keys), steps=2)
 
 
 @pytest.mark.long
@@ -96,12 +81,8 @@ DECODER = {
 )
 def test_a_decoder_is_flat_with_mup_and_its_layers_grow_without(optimizer, exponent):
   def of(width, base_width):
-    heads = {"model.heads": width // 8, "model.kv_heads": width // 16, "model.head_size": 8}
-    sizes = {"model.model_size": width, "model.feedforward_size": 3 * width // 2, **heads}
-    keys = {**DECODER, **sizes, **optimizer, "model.base_width": base_width}
-    job = make_job("single", "lm", **keys)
-    batch = lambda step: place(job, host_batch(job, seed=step))  # noqa: E731
-    return coordinate_check.train(job, batch, steps=2, seeds=2)
+    keys = {"model.feedforward_size": 3 * width // 2, "model.base_width": base_width}
+    return decoder(width, **keys, **optimizer)
 
   small = of(32, 0)
   for base_width in (32, 0):
@@ -126,12 +107,9 @@ def test_a_decoder_of_experts_is_flat_with_mup_and_a_router_without_its_divisor_
     return slopes(points([of(32), of(128)]), [32, 128])
 
   def of(width):
-    sizes = {"model.model_size": width, "model.expert_feedforward_size": 3 * width // 4}
-    heads = {"model.heads": width // 8, "model.kv_heads": width // 16, "model.head_size": 8}
-    shared = {"model.shared_feedforward_size": width // 4, "model.base_width": 32}
-    job = make_job("single", "lm", **DECODER, **EXPERTS, **sizes, **heads, **shared)
-    batch = lambda step: place(job, host_batch(job, seed=step))  # noqa: E731
-    return coordinate_check.train(job, batch, steps=2, seeds=2)
+    sizes = {"model.expert_feedforward_size": 3 * width // 4, "model.base_width": 32}
+    shared = {"model.shared_feedforward_size": width // 4}
+    return decoder(width, **EXPERTS, **sizes, **shared)
 
   with_mup = found()
   assert "layer 1: router" in {one.point.name for one in with_mup}
@@ -253,14 +231,6 @@ def test_of_many_layers_some_are_shown():
   assert shown_layers(32) == [7, 15, 23, 31]
   assert len(set(shown_layers(5))) == 4
   assert shown_layers(5)[-1] == 4
-
-
-def test_a_point_has_steps_widths_and_seeds():
-  values = {"x": np.arange(2 * 3 * 5.0).reshape(2, 3, 5)}  # sizes and changes, seeds, steps
-  [point] = points([Trained({"x": 1}, values), Trained({"x": 1}, values)])
-  assert isinstance(point, Point)
-  assert point.sizes.shape == point.changes.shape == (5, 2, 3)
-  np.testing.assert_array_equal(point.changes[:, 1, 2], values["x"][1, 2])
 
 
 def test_widths_of_experts_are_in_proportion_too():

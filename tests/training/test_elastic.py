@@ -75,16 +75,15 @@ def test_a_step_is_that_of_the_whole_mesh():
     whole = make_job("dp8", "lm", **ROWS, **changed)
     batch = host_batch(whole)
     found = {}
-    for data in (4, 3, 2, 1):
+    for data in (4, 3):
       job = smaller_job(whole, data)
       assert job.config is whole.config
       placed = jax.device_put(batch, job.batch_shardings)
       state, metrics = job.compile_train_step().function(first_state(job), placed)
       found[data] = jax.device_get({**named_leaves(state.params), "loss": metrics["loss"]})
-  for data in (3, 2, 1):
-    for name, value in found[4].items():
-      error = np.linalg.norm(found[data][name] - value) / np.linalg.norm(value)
-      assert error <= 1e-12, (data, name, error)
+  for name, value in found[4].items():
+    error = np.linalg.norm(found[3][name] - value) / np.linalg.norm(value)
+    assert error <= 1e-12, (name, error)
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,20 @@ def digested_late_and_in_place(job, train):
   assert last_product < min(digests)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_flip_in_what_one_device_holds_is_found_by_the_next_update(late):
+@pytest.fixture(scope="module")
+def compiled():
+  """Returns a job, its step with digests, and what compares them."""
   job = make_job("fsdp8", "mlp")
-  kept = KeptState(job, late=late)
+  kept = KeptState(job, late=False)
   train = kept.compile_train_step().function
   digested_late_and_in_place(job, train)
+  return job, train, kept
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_flip_in_what_one_device_holds_is_found_by_the_next_update(compiled, late):
+  job, train, kept = compiled
+  kept._late = late
 
   def step(number, state):
     batch = place(job, host_batch(job, number - 1))

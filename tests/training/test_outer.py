@@ -13,6 +13,7 @@ from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.training import runs
 from training import outer, parity, replay
 from training.checkpointing import integrity
+from training.specs import OuterSpec
 from training.state import State
 
 GROUPS, STEPS = 2, 4
@@ -66,9 +67,17 @@ def by_numpy(every, rate, momentum, batches):
   return named_leaves(anchor), losses
 
 
-@pytest.mark.parametrize(("every", "rate", "momentum"), [(1, 1.0, 0.0), (2, 0.7, 0.9)])
-def test_groups_take_steps_of_one_device_and_meet_as_numpy_says(every, rate, momentum):
-  """With H = 1, outer SGD of rate 1 and no momentum: the mean of the replicas' updates."""
+def test_without_momentum_groups_meet_at_their_mean():
+  spec = OuterSpec(groups=GROUPS, every_steps=1, learning_rate=1.0, momentum=0.0)
+  x, replicas = np.float32([1, 2]), np.float32([[3, 2], [5, 8]])
+  anchor, found, momentum = outer.meet(spec, {"x": x}, {"x": replicas}, {})
+  np.testing.assert_array_equal(anchor["x"], [4, 5])
+  np.testing.assert_array_equal(found["x"], [[4, 5], [4, 5]])
+  assert momentum == {}
+
+
+def test_groups_take_steps_of_one_device_and_meet_as_numpy_says():
+  every, rate, momentum = 2, 0.7, 0.9
   with jax.enable_x64(True):
     job = make_job("single", "lm", **INNER, **MESH, **keys(every, rate, momentum))
     batches = [host_batch(job, seed) for seed in range(STEPS)]
@@ -111,7 +120,7 @@ def test_between_meetings_groups_exchange_two_numbers(monkeypatch):
 
 def test_a_run_resumes_in_the_middle_of_a_phase_to_the_bit(tmp_path):
   small = {"mesh.data": 1, "mesh_dcn.data": 2, "training.steps": 8, "checkpoint.every_steps": 3}
-  prepared = make_job("single", "mlp", **{**runs.KEYS, **small, **keys(4, 0.7, 0.9)})
+  prepared = runs.quick(make_job("single", "mlp", **{**runs.KEYS, **small, **keys(4, 0.7, 0.9)}))
   whole, cut = tmp_path / "whole", tmp_path / "cut"
   runs.train(whole, runs.source(), prepared=prepared)
   assert runs.saved(whole) == [3, 6, 8]

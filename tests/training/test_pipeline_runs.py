@@ -5,7 +5,6 @@ One device computes in one process what the stages do; it says what each loss ha
 
 import math
 
-import jax
 import numpy as np
 import pytest
 
@@ -17,9 +16,7 @@ from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job, zipf
 from tests.training import runs
 from tests.training.runs import ROLL_BACK
-from tests.training.test_bad_steps import KilledError, dying
 from training import base_parameters
-from training.bad_steps import TrainingStoppedError
 
 pytestmark = pytest.mark.long
 
@@ -75,14 +72,6 @@ def rolled_back(tmp_path_factory):
   return workdir, end
 
 
-def test_a_poisoned_microbatch_stops_a_run_and_none_of_its_update_is_saved(tmp_path):
-  with pytest.raises(TrainingStoppedError, match=rf"step {BAD + 1}: loss is nan, grad_norm is nan"):
-    train(tmp_path, source(poisoned=True), job(**STAGES))
-  assert runs.saved(tmp_path) == [5]
-  [whole] = {np.isfinite(x).all() for x in runs.arrays(tmp_path, 5, job(**STAGES))}
-  assert whole
-
-
 def test_all_stages_go_back_and_skip_the_batch_to_the_bit(rolled_back, told):
   workdir, end = rolled_back
   [line] = runs.rollbacks(workdir)
@@ -95,17 +84,6 @@ def test_all_stages_go_back_and_skip_the_batch_to_the_bit(rolled_back, told):
   assert evaluated == [10, runs.STEPS]
 
 
-def test_losses_and_evaluations_are_those_of_one_device(rolled_back, tmp_path):
-  alone = job(**ROLL_BACK)
-  train(tmp_path, source(poisoned=True), alone)
-  ours, wanted = runs.numbers(rolled_back[0]), runs.numbers(tmp_path)
-  assert [line["step"] for line in ours] == [line["step"] for line in wanted]
-  for name in ("loss", "grad_norm", "eval_loss"):
-    found, expected = ([line[name] for line in x if name in line] for x in (ours, wanted))
-    assert len(found) == len(expected) > 1
-    np.testing.assert_allclose(found, expected, rtol=2e-5, err_msg=name)
-
-
 def test_it_samples_after_it_as_one_device_does(rolled_back):
   request = Request((bytes([3, 5, 7]), bytes([44])), max_new_tokens=6, temperature=0.0)
   texts = []
@@ -114,16 +92,3 @@ def test_it_samples_after_it_as_one_device_does(rolled_back):
     texts.append(Sampler(prepared, request)(params, request))
   assert texts[0] == texts[1]
   assert any(texts[0])
-
-
-def test_a_killed_run_goes_on_to_the_bit(rolled_back, tmp_path):
-  """Killed after the rollback: what was skipped is skipped again, and the curve is the same."""
-  rows = source(poisoned=True)
-  with pytest.raises(KilledError):
-    train(tmp_path, dying(rows, 14), job(**STAGES, **ROLL_BACK))
-  assert max(runs.saved(tmp_path)) < runs.STEPS
-  end = train(tmp_path, rows, job(**STAGES, **ROLL_BACK))
-  assert runs.lines(tmp_path) == runs.lines(rolled_back[0])
-  runs.assert_same(tmp_path, rolled_back[0], job(**STAGES))
-  for ours, theirs in zip(*map(jax.tree.leaves, (end.state, rolled_back[1].state)), strict=True):
-    assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()

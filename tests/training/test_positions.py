@@ -90,6 +90,9 @@ def test_what_is_skipped_by_rows_stays_the_same_rows(tmp_path, taken):
   for changed in ((), ((92, 99),), ((0, 8), (92, 100))):
     with pytest.raises(ValueError, match=r"passed the rows up to 119, and treated the rows"):
       train(tmp_path, rows, prepared=runs.job("single", **{**bigger, "data.skip_rows": changed}))
+  later = {**bigger, "data.skip_rows": ((92, 100), (200, 208))}
+  with pytest.raises(ValueError, match=r"--accept-changes=data\.skip_rows"):
+    train(tmp_path, rows, prepared=runs.job("single", **later))
   # Given as a batch of the new size, the same number names other rows.
   by_batch = {**bigger, "data.skip_rows": (), "data.skip_batches": (11,)}
   with pytest.raises(ValueError, match=r"the rows 92-99 differently; name rows from 120 on"):

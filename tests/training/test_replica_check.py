@@ -23,12 +23,11 @@ def stepped(job, train, state, steps, check):
   return state
 
 
-@pytest.mark.parametrize(("strategy", "recipe"), [("dp2_fsdp2_tp2", "lm"), ("tp8", "mlp")])
-def test_copies_stay_the_same_to_the_bit(strategy, recipe):
-  job = make_job(strategy, recipe, **{"training.replica_check_every_steps": 1})
+def test_copies_stay_the_same_to_the_bit():
+  job = make_job("dp2_fsdp2_tp2", "lm", **{"training.replica_check_every_steps": 1})
   check = replica_check(job)
-  state = stepped(job, job.compile_train_step().function, first_state(job), range(1, 7), check)
-  check.before_save(6, state)
+  state = stepped(job, job.compile_train_step().function, first_state(job), range(1, 4), check)
+  check.before_save(3, state)
 
 
 @pytest.fixture(scope="module")

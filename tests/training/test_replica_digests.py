@@ -12,7 +12,7 @@ from tests.helpers.flips import altered
 from training import replica_check
 
 SIZES = {axis: {"data": 2, "tensor": 4}.get(axis, 1) for axis in AXES}
-DTYPES = ("float32", "bfloat16", "float16", "float64", "int32", "int8", "uint16", "bool")
+DTYPES = ("float32", "bfloat16", "float64", "int8", "bool")
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +58,6 @@ def test_place_and_array_count():
   found = {tuple(int(x) for x in digest(pair)) for pair in seen}
   assert len(found) == len(seen)
   assert len({int(x) for x in digest((one, one, one))}) == 3
-
-
-def test_all_arrays_of_one_shape_have_digests_of_their_own():
-  random = np.random.default_rng(0)
-  blocks = [random.standard_normal(shape).astype(np.float32) for shape in ((3, 5), (5,), (3, 5))]
-  together = jax.jit(replica_check.digests)(blocks)
-  changed = jax.jit(replica_check.digests)([blocks[0], blocks[1], blocks[2] + 1])
-  assert [int(a) == int(b) for a, b in zip(together, changed, strict=True)] == [True, True, False]
 
 
 # ---- Who holds copies ----
@@ -120,11 +112,6 @@ def compiled(mesh):
   return arrays, differences
 
 
-def test_copies_that_are_the_same_do_not_differ(compiled):
-  arrays, differences = compiled
-  assert differences(arrays) == []
-
-
 @pytest.mark.parametrize(
   ("name", "device", "right"),
   [
@@ -142,14 +129,9 @@ def test_the_one_that_is_not_as_the_others_is_named(compiled, name, device, righ
   assert {d.id for d in found.right} == right
 
 
-def test_of_two_copies_both_are_named(compiled):
-  arrays, differences = compiled
-  [found] = differences({**arrays, "pairs": altered(arrays["pairs"], 6, (0, 0))})
-  assert ([d.id for d in found.wrong], found.right) == ([2, 6], ())
-
-
 def test_two_against_two_are_undecided_and_two_against_one_and_one_are_not(compiled):
   arrays, differences = compiled
+  assert differences(arrays) == []
   once = altered(arrays["fours"], 4, (0, 0))
   [found] = differences({**arrays, "fours": altered(once, 7, (0, 0))})
   assert ([d.id for d in found.wrong], found.right) == ([4, 5, 6, 7], ())

@@ -93,20 +93,13 @@ def test_a_folders_parameters_are_read_and_none_are_drawn(tmp_path):
   assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(state.optimizer))
 
 
-@pytest.mark.parametrize(
-  ("keys", "state"),
-  [
-    ({"optimizer.name": "contrib.dog"}, "init_params"),
-    ({"optimizer.ema_decays": (0.9,)}, "averages"),
-  ],
-)
-def test_what_an_optimizer_remembers_of_the_first_parameters_is_of_those_read(keys, state):
-  found, _, _ = restore.first_state(folder_job(**keys))
+def test_what_an_optimizer_remembers_of_the_first_parameters_is_of_those_read():
+  found, _, _ = restore.first_state(folder_job(**{"optimizer.ema_decays": (0.9,)}))
   table = np.asarray(found.params["embed"]["table"])
   copies = [
     np.asarray(leaf)
     for name, leaf in named_leaves(found.optimizer).items()
-    if state in name and name.endswith("embed/table")
+    if "averages" in name and name.endswith("embed/table")
   ]
   assert copies
   for copy in copies:
@@ -168,20 +161,12 @@ def resumed_config(workdir, done, before, **now):
 KEPT = {
   "in the warm-up": ({"steps": 500}, {"steps": 1000}, 14, (25, 0, ())),
   "in the middle": ({"steps": 500}, {"steps": 1000}, 250, (25, 0, ((250, 500, "stretch"),))),
-  "a warm-up that was set": (
-    {"steps": 500, "warmup_steps": 40},
-    {"steps": 1000},
-    14,
-    (40, 0, ()),
-  ),
   "in tokens": (
     {"tokens": 500 * 32 * 128, "warmup_tokens": 10 * 32 * 128},
     {"tokens": 1000 * 32 * 128},
     14,
     (10, 0, ((14, 500, "stretch"),)),
   ),
-  "the same steps": ({"steps": 500}, {}, 250, (25, 0, ())),
-  "a stable phase": ({"steps": 500, "schedule": "wsd"}, {"steps": 1000}, 14, (25, 100, ())),
   "in a decay": (
     {"steps": 500, "schedule": "wsd"},
     {"steps": 1000},

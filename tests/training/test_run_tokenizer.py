@@ -94,8 +94,7 @@ def test_where_there_is_no_checkpoint_nothing_is_changed(tmp_path):
   assert config.data.tokenizer == "bytes"
 
 
-@pytest.mark.parametrize("suffix", ["jinja", "json"])
-@pytest.mark.parametrize("spec", ["bytes", "trained"])
+@pytest.mark.parametrize(("spec", "suffix"), [("bytes", "jinja"), ("trained", "json")])
 def test_the_chat_template_of_a_file_is_copied_too(trained, tmp_path, spec, suffix):
   file = tmp_path / f"t.{suffix}"
   file.write_text("T" if suffix == "jinja" else json.dumps({"chat_template": "T"}))

@@ -38,10 +38,6 @@ def share(step, begin, length):
 # name -> (keys, function of the step after the warm-up)
 WANTED = {
   "cosine": ({}, lambda s: 0.1 + 0.9 * (1 + math.cos(math.pi * share(s, 4, 20))) / 2),
-  "cosine to half": (
-    {"final_fraction": 0.5},
-    lambda s: 0.5 + 0.5 * (1 + math.cos(math.pi * share(s, 4, 20))) / 2,
-  ),
   "linear": ({"schedule": "linear"}, lambda s: 1 - share(s, 4, 20)),
   "linear to a fifth": (
     {"schedule": "linear", "final_fraction": 0.2},
@@ -54,7 +50,6 @@ WANTED = {
     {"schedule": "wsd", "decay_steps": 10, "decay": "1-sqrt"},
     lambda s: 1 - math.sqrt(share(s, 14, 10)),
   ),
-  "wsd all the way": ({"schedule": "wsd", "decay_steps": 20}, lambda s: 1 - share(s, 4, 20)),
   "inverse_sqrt": ({"schedule": "inverse_sqrt"}, lambda s: math.sqrt(4 / (s + 1))),
 }
 
@@ -77,29 +72,13 @@ def cosine_to_14(s):
   return (s + 1) / 4 if s < 4 else cosine((s - 4) / 20)
 
 
-def linear_to_14(s):
-  return (s + 1) / 4 if s < 4 else 1 - (s - 4) / 20
-
-
 # name -> (keys, changes of training.steps, then, step -> learning rate over the peak)
 CHANGED = {
-  "cosine, in the warm-up": (
-    {},
-    [(3, 24, "stretch")],
-    44,
-    lambda s: (s + 1) / 4 if s < 4 else cosine((s - 4) / 40),
-  ),
   "cosine, in the middle": (
     {},
     [(14, 24, "stretch")],
     44,
     lambda s: cosine_to_14(s) if s < 14 else cosine(0.5 + 0.5 * (s - 14) / 30),
-  ),
-  "cosine, fewer": (
-    {},
-    [(14, 24, "stretch")],
-    19,
-    lambda s: cosine_to_14(s) if s < 14 else cosine(0.5 + 0.5 * min(1, (s - 14) / 5)),
   ),
   "cosine, twice": (
     {},
@@ -131,18 +110,6 @@ CHANGED = {
       else cosine((s - 28) / 16)
     ),
   ),
-  "linear, in the middle": (
-    {"schedule": "linear"},
-    [(14, 24, "stretch")],
-    44,
-    lambda s: linear_to_14(s) if s < 14 else 0.5 - 0.5 * (s - 14) / 30,
-  ),
-  "linear, after the end, restarted": (
-    {"schedule": "linear"},
-    [(24, 24, "restart")],
-    44,
-    lambda s: linear_to_14(s) if s < 24 else (s - 23) / 4 if s < 28 else 1 - (s - 28) / 16,
-  ),
   "wsd, before its decay": (
     {"schedule": "wsd", "decay_steps": 4},
     [(14, 24, "stretch")],
@@ -163,14 +130,6 @@ CHANGED = {
     18,
     lambda s: min(1, (s + 1) / 4) if s < 14 else 1 - min(1, (s - 14) / 4),
   ),
-  "wsd, fewer than its decay and more again": (
-    {"schedule": "wsd", "decay_steps": 8},
-    [(14, 24, "stretch"), (16, 18, "stretch")],
-    44,
-    lambda s: (
-      min(1, (s + 1) / 4) if s < 14 else 1 - (s - 14) / 4 if s < 16 else 0.5 - 0.5 * (s - 16) / 28
-    ),
-  ),
   "wsd, after the end, restarted": (
     {"schedule": "wsd", "decay_steps": 4},
     [(24, 24, "restart")],
@@ -183,7 +142,6 @@ CHANGED = {
       else 1 - (s - 40) / 4
     ),
   ),
-  "constant": ({"schedule": "constant"}, [(24, 24, "restart")], 44, lambda s: min(1, (s + 1) / 4)),
   "inverse_sqrt": (
     {"schedule": "inverse_sqrt"},
     [(14, 24, "stretch")],
@@ -211,7 +169,6 @@ def test_where_the_number_of_steps_has_changed(name):
   config = config_of(steps, warmup_steps=WARMUP, **keys, schedule_changes=tuple(changes))
   wanted = [PEAK * after(step) for step in range(steps)]
   schedule = schedule_of(config)
-  np.testing.assert_allclose([schedule(step) for step in range(steps)], wanted, rtol=2e-5)
   with jax.numpy_dtype_promotion("standard"):
     found = jax.jit(jax.vmap(schedule))(np.arange(steps, dtype=np.int32))
   np.testing.assert_allclose(found, wanted, rtol=2e-5)
@@ -234,14 +191,6 @@ def test_a_change_that_is_not_one_is_dropped():
   for wrong in (((1, 2),), (16,), ((1, 2, 3),)):
     with pytest.raises(ValueError, match="leave it out, it is filled in where a run resumes"):
       config_of(schedule_changes=wrong)
-
-
-def test_is_the_same_under_jit_and_in_any_order_of_steps():
-  schedule = schedule_of(config_of(warmup_steps=0, schedule="wsd", decay="1-sqrt"))
-  steps = np.arange(STEPS, dtype=np.int32)[::-1]
-  with jax.numpy_dtype_promotion("standard"):  # as in the step
-    found = jax.jit(jax.vmap(schedule))(steps)
-  np.testing.assert_allclose(found[::-1], [float(schedule(step)) for step in range(STEPS)])
 
 
 def test_stays_the_same_up_to_the_decay_whatever_the_number_of_steps():

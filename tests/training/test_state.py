@@ -145,7 +145,7 @@ def counting(monkeypatch):
   monkeypatch.setitem(MODELS, "mlp", types.SimpleNamespace(SPEC=mlp.SPEC, build=Counting))
   monkeypatch.setattr(runs.QuickJob, "_programs", {})  # there is no other model in its keys
   keys = {**runs.KEYS, "training.steps": 10, "evaluation.every_steps": 5}
-  return lambda **more: runs.quick(make_job("dp4_tp2", "mlp", **{**keys, **more}))
+  return lambda **more: runs.quick(make_job("dp8", "mlp", **{**keys, "mesh.data": 2, **more}))
 
 
 def test_variables_are_updated_saved_and_resumed(counting, tmp_path):
@@ -189,18 +189,3 @@ def assert_evaluated_as_when_saved(job, workdir):
   assert {"step": 10, **found.line()} == written
   # 10 batches of training, and the one of the evaluation itself.
   assert written["eval_counted"] == pytest.approx(11 / runs.BATCH)
-
-
-def test_microbatches_pass_variables_on(counting):
-  job = counting(**{"training.gradient_accumulation_steps": 2})
-  step, state = job.compile_train_step().function, job.initial_state()
-  batch = host_batch(job)
-  state, _ = step(state, place(job, batch))
-  assert int(state.variables["batches"]) == 2
-  assert float(state.variables["seen"]) == pytest.approx(batch["inputs"][:, 0].sum(), rel=1e-4)
-
-
-def test_a_model_without_variables_saves_none():
-  state = first_state(make_job("dp8", "mlp"))
-  assert state.variables == {}
-  assert not any(name.startswith("variables") for name in named_leaves(vars(state)))

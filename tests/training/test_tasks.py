@@ -76,19 +76,3 @@ def test_every_recipe_has_a_task_whose_sums_and_arrays_its_model_knows(recipe):
   with job.tracing():
     sums = jax.eval_shape(job.program.sums, job.state.params, job.batch)
   assert {*sums} == {*task.sums}
-
-
-def test_rows_are_read_as_the_task_wants_them():
-  configs = {recipe: base.get_config(recipe) for recipe in RECIPES}
-  kinds = {recipe: read_as(config.data, config.task).kind for recipe, config in configs.items()}
-  assert kinds == {
-    "lm": "text",
-    "mlp": "image",
-    "mlp_tutorial": "random",
-    "vit": "image",
-    "lm_bpe": "text",
-  }
-  config = base.get_config("mlp_tutorial")
-  config.data.update(examples=8, input_size=3, target_size=2)
-  source = open_source(read_as(config.data, config.task), "train", 0)
-  assert {*source.fields} == {*TASKS["regression"].batch}

@@ -95,10 +95,6 @@ def test_only_stages_that_no_step_has_entered_may_change(tmp_path, whole):
     runs.train(folder, rows, prepared=changed(prepared, **later))
   end = runs.train(folder, rows, prepared=changed(prepared, **later), accept=[key])
   assert int(end.state.step) == STEPS
-  # Without a ramp, the size is another from here on.
-  folder = cut_after(whole, 5, tmp_path / "5")
-  plain = {key: ()}
-  runs.train(folder, rows, prepared=changed(prepared, **plain), accept=[key])
 
 
 def test_a_step_before_those_that_were_compiled_is_compiled_when_it_is_needed():

@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import psutil
-
 from processes import preemption
 from runtime.units import clock
 
@@ -154,21 +152,12 @@ def process_started() -> float:
   """Returns when this process started, on the clock of `time.monotonic`.
 
   Linux gives a process's start relative to boot, like CLOCK_BOOTTIME. If that is impossible (a
-  sandbox with other clocks), the wall clock is used, which may have jumped.
+  sandbox with other clocks), it is when this was imported.
   """
-  for age_of in (_age_by_boot, _age_by_wall):
-    started = -age_of() + time.monotonic()  # read right after the other clock
+  if hasattr(time, "CLOCK_BOOTTIME"):
+    ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    started = time.monotonic() - age  # read right after the other clock
     if _IMPORTED - _LONGEST_IMPORT_SECONDS <= started <= _IMPORTED:
       return started
   return _IMPORTED
-
-
-def _age_by_boot() -> float:
-  if not hasattr(time, "CLOCK_BOOTTIME"):
-    return -1.0
-  ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-  return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _age_by_wall() -> float:
-  return time.time() - psutil.Process().create_time()

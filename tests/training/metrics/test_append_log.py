@@ -66,15 +66,6 @@ def test_a_new_content_waits_too(path):
   assert path.read_text() == "first, which is long\nsecond\nthird\n"
 
 
-def test_a_file_that_fits_again_is_written_though_the_disk_is_full(path):
-  lines = LogFile(path)
-  with full_disk(10):
-    lines.append(b"much too long for it\n")
-    lines.replace([b"short\n"])
-    assert not lines.waiting
-  assert path.read_text() == "short\n"
-
-
 def test_other_errors_are_raised(path):
   path.mkdir()
   with pytest.raises(files.NotPlainError, match="it is a directory, not a plain file"):

@@ -102,14 +102,3 @@ def test_a_line_that_a_sink_changes_stays_for_the_others(table):
   changing.write = lambda step, values: values.clear()
   opened(table, {"changing": changing, "kept": kept}, said).write(1, {"loss": 2.0})
   assert kept.got == [(1, {"loss": 2.0})]
-
-
-def test_a_sink_whose_news_raise_is_dropped_and_those_of_the_others_are_kept(table):
-  wrong, good, said = Kept(), Kept(), []
-  wrong.news, good.news = lambda: 1 / 0, lambda: ["good: to open: ..."]
-  made = opened(table, {"wrong": wrong, "good": good, "silent": Kept()}, said)
-  made.write(1, {"loss": 2.0})
-  made.close()
-  assert made.news() == ["good: to open: ..."]
-  [line] = said
-  assert line.startswith("the sink 'wrong' is dropped, training continues: ")

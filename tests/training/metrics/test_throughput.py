@@ -1,6 +1,5 @@
 """Reading metrics late, stopping at bad numbers, rates."""
 
-import itertools
 import re
 import types
 
@@ -14,7 +13,6 @@ from tests.helpers.jobs import make_job
 from training.bad_steps import TrainingStoppedError
 from training.metrics.reader import MetricsReader
 from training.metrics.throughput import Meter
-from training.optimizers import build
 
 
 def metrics(loss, norm=1.0):
@@ -84,25 +82,6 @@ def test_peak_bytes_if_the_device_reports_them():
   assert values["mfu"] > 0
   parts, _ = meter.text(2, {"loss": 1.0, "grad_norm": 1.0, **values, "mfu": 0.4125})
   assert parts[4:6] == ["MFU 41.2 %", "memory 0.0 of 90 GiB"]
-
-
-def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
-  job = make_job("single", "lm", **{"training.steps": 100, "optimizer.warmup_steps": 10})
-  rates = [float(job.program.schedule(step)) for step in range(100)]
-  peak = job.config.optimizer.learning_rate
-  assert rates[0] == pytest.approx(peak / 10)
-  assert max(rates) == rates[9] == pytest.approx(peak)
-  assert rates[-1] == pytest.approx(peak / 10, rel=0.02)
-  assert all(later < sooner for sooner, later in itertools.pairwise(rates[10:]))
-
-
-def test_scales_and_biases_do_not_decay():
-  job = make_job("single", "lm")
-  flags = build.decayed(job.state.params)
-  assert flags["final_norm"]["scale"] is False
-  assert flags["layers"]["mlp_norm"]["scale"] is False
-  assert flags["layers"]["mlp"]["up"]["kernel"] is True
-  assert flags["embed"]["table"] is True
 
 
 def test_rates_are_those_of_the_stages_of_ramps(monkeypatch):

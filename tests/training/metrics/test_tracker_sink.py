@@ -145,8 +145,9 @@ def test_lines_arrive_in_order_and_a_resumed_run_sends_what_differs(behave, tmp_
   assert kept(file)[0][2] != "an older run"
 
 
-@pytest.mark.parametrize("where", ["init", "log", "finish"])
-@pytest.mark.parametrize("how", ["raise", "hang", "die"])
+@pytest.mark.parametrize(
+  ("how", "where"), [("raise", "init"), ("hang", "log"), ("die", "finish"), ("die", "init")]
+)
 def test_whatever_fails_is_reported_once_and_leaves_no_process(behave, clock, tmp_path, how, where):
   behave(f"{how} in {where}")
   said = []
@@ -191,11 +192,10 @@ def test_a_process_that_is_suspended_does_not_block_the_run(behave, monkeypatch,
   assert sink._process.poll() is not None
 
 
-@pytest.mark.parametrize("after", [-1.0, 1.0])
-def test_a_stop_before_or_during_the_wait_shortens_it(behave, clock, tmp_path, monkeypatch, after):
+def test_a_stop_during_the_wait_shortens_it(behave, clock, tmp_path, monkeypatch):
   behave("hang in log")
   monkeypatch.setattr(built_in_sinks, "_STOPPING_SECONDS", 0.5)
-  monkeypatch.setattr(built_in_sinks.preemption, "current", lambda: clock.now > after)
+  monkeypatch.setattr(built_in_sinks.preemption, "current", lambda: clock.now > 1.0)
   sink = TrackerSink("trackio", config_of(60.0), epath.Path(tmp_path), 0)
   sink.write(1, {"loss": 1.0})
   with pytest.raises(SinkError, match=r"within 0\.5 s"):
@@ -212,20 +212,6 @@ def test_trackers_that_hang_are_waited_for_together(behave, clock, tmp_path):
   made.close()
   assert clock.now < 2 * 1.5  # not four times
   assert sum("within 1.5 s" in line for line in said) == len(said) == 4
-
-
-def test_one_that_has_delivered_while_another_was_waited_for_has_not_failed(behave, tmp_path):
-  file = behave()
-  sink = TrackerSink("trackio", config_of(), epath.Path(tmp_path), 0)
-  sink.write(1, {"loss": 1.0})
-  sink.finish()
-  until = time.monotonic() + 60
-  while sink._messages.qsize() < 3:  # its run is open, all is delivered, the process has ended
-    assert time.monotonic() < until
-    time.sleep(0.01)
-  sink._finished -= 100  # in which it was another one's turn
-  sink.close()
-  assert kept(file)[-1] == ["finished"]
 
 
 @pytest.mark.parametrize(
