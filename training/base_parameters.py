@@ -112,8 +112,8 @@ class ParameterReader:
     dtype = self.job.config.training.frozen_dtype
     return Base(os.fspath(folder), step, dtype, self.digest(frozen))
 
-  def initialized(self, where: str, teacher: Any) -> tuple[State, str, Base | None]:
-    """Returns the initial state with other parameters, a line about it, and its base.
+  def initial_state(self, where: str, teacher: Any) -> tuple[State, epath.PathLike, int | None]:
+    """Returns the initial state with other parameters, their folder and step.
 
     Adapters that are not there are drawn; nothing else of the other run is read.
 
@@ -124,12 +124,6 @@ class ParameterReader:
     Raises:
       ValueError: there is no checkpoint, or its parameters have other names, shapes or dtypes.
     """
-    state, folder, step = self.initial_state(where, teacher)
-    origin = f"starts with the parameters of {where}{'' if step is None else f', step {step}'}"
-    return state, origin, self.found_at_start(folder, step, state)
-
-  def initial_state(self, where: str, teacher: Any) -> tuple[State, epath.PathLike, int | None]:
-    """Returns the initial state with these parameters, their folder and step; see `initialized`."""
     wanted = named_leaves(without_teacher(self.job.placed_state.params))
     folder, step, arrays = self.read(where, wanted, optional=self.adapters)
     return self.job.initial_state({**nested(arrays), **teacher}), folder, step

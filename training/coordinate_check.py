@@ -63,18 +63,10 @@ class Point:
   changes: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class Trained:
-  """The activations of one width, by name, in the order of the forward pass.
-
-  Attributes:
-    lengths: the size of the last dim.
-    values: [2, seeds, steps + 1] or, of stacked layers, [2, seeds, steps + 1, L]: root mean squares
-      of the activation and of its difference from initialization.
-  """
-
-  lengths: Mapping[str, int]
-  values: Mapping[str, np.ndarray]
+# Of one width: activation -> the size of its last dim, and root mean squares of it and of its
+# difference from initialization, [2, seeds, steps + 1] or, of stacked layers, [2, seeds, steps + 1,
+# L]; in the order of the forward pass.
+Trained = Mapping[str, tuple[int, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,23 +199,14 @@ def activations_of(program: Program, state: State, batch: Batch) -> dict[str, ja
   return found
 
 
-def sizes_and_changes(
-  program: Program, state: State, first: State, batch: Batch
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-  """Returns the root mean squares of activations, and of their differences from those of `first`.
+def _rms(found: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns the root mean squares of activations by name, scalars; of stacked layers, [L]."""
 
-  Scalars by name; of stacked layers, [L].
-  """
-  now, before = (activations_of(program, one, batch) for one in (state, first))
-  return (
-    {name: _rms(name, x) for name, x in now.items()},
-    {name: _rms(name, x - before[name]) for name, x in now.items()},
-  )
+  def one(name: str, x: jax.Array) -> jax.Array:
+    axes = tuple(range(1 if name.startswith(STACKED) else 0, x.ndim))
+    return jnp.sqrt(jnp.mean(jnp.square(x.astype(wide_dtype(x.dtype))), axis=axes))
 
-
-def _rms(name: str, x: jax.Array) -> jax.Array:
-  axes = tuple(range(1 if name.startswith(STACKED) else 0, x.ndim))
-  return jnp.sqrt(jnp.mean(jnp.square(x.astype(wide_dtype(x.dtype))), axis=axes))
+  return {name: one(name, x) for name, x in found.items()}
 
 
 def train(
@@ -249,11 +232,15 @@ def train(
     shapes = jax.eval_shape(
       lambda *given: activations_of(job.program, *given), job.state, job.batch
     )
-  lengths = {name: x.shape[-1] for name, x in shapes.items()}
+
+  def sizes_and_changes(state: State, first: State, batch: Batch) -> tuple[Any, Any]:
+    now, before = (activations_of(job.program, one, batch) for one in (state, first))
+    return _rms(now), _rms({name: x - before[name] for name, x in now.items()})
+
   said("compiling")
   init, step = job.compile_init().function, job.compile_train_step().function
   measure = job.compile(
-    lambda *given: sizes_and_changes(job.program, *given),
+    sizes_and_changes,
     *(job.state, job.state, job.batch),
     in_shardings=(placed, placed, job.batch_shardings),
     out_shardings=everywhere,
@@ -268,11 +255,10 @@ def train(
       state, _ = step(state, batch(number))
       found[-1].append(measure(state, first, batch(0)))
   rows = jax.device_get(found)
-  values = {
-    name: np.array([[[of_step[part][name] for of_step in row] for row in rows] for part in (0, 1)])
-    for name in lengths
-  }
-  return Trained(lengths, values)
+  values = lambda name: np.array(  # noqa: E731
+    [[[of_step[part][name] for of_step in row] for row in rows] for part in (0, 1)]
+  )
+  return {name: (x.shape[-1], values(name)) for name, x in shapes.items()}
 
 
 # ------------------------------ what it shows ------------------------------
@@ -280,13 +266,13 @@ def train(
 
 def points(by_width: Sequence[Trained]) -> list[Point]:
   """Returns the activations of all widths, in the order of the forward pass; of some layers."""
-  names, found = list(by_width[0].values), []
+  names, found = list(by_width[0]), []
   stacked = [name for name in names if name.startswith(STACKED)]
   for name in names:
     if name not in stacked:
       found.append(_point(by_width, name, name))
     elif name == stacked[0]:  # all of a layer, then the next
-      for layer in shown_layers(by_width[0].values[name].shape[-1]):
+      for layer in shown_layers(by_width[0][name][1].shape[-1]):
         for each in stacked:
           title = f"layer {layer + 1}: {each.removeprefix(STACKED)}"
           found.append(_point(by_width, each, title, layer))
@@ -294,11 +280,12 @@ def points(by_width: Sequence[Trained]) -> list[Point]:
 
 
 def _point(by_width: Sequence[Trained], name: str, title: str, layer: int | None = None) -> Point:
-  arrays = [one.values[name] for one in by_width]
+  lengths, arrays = zip(*(one[name] for one in by_width), strict=True)
   if layer is not None:
     arrays = [array[..., layer] for array in arrays]
-  wide = len({one.lengths[name] for one in by_width}) > 1
-  return Point(title, wide, *np.moveaxis(np.stack(arrays), (1, 3, 0, 2), (0, 1, 2, 3)))
+  return Point(
+    title, len({*lengths}) > 1, *np.moveaxis(np.stack(arrays), (1, 3, 0, 2), (0, 1, 2, 3))
+  )
 
 
 def shown_layers(count: int) -> list[int]:

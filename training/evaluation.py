@@ -63,19 +63,10 @@ class Evaluation:
       log_lines.SHARE: share,
     }
 
-  def beside(self, other: "Evaluation", name: str) -> "Evaluation":
-    """Returns this one, with the metrics of another one of the same examples under a name."""
-    metrics, errors = (
-      mine | {f"{metric}/{name}": value for metric, value in more.items()}
-      for mine, more in ((self.metrics, other.metrics), (self.errors, other.errors))
-    )
-    return dataclasses.replace(self, metrics=metrics, errors=errors)
-
-  def with_tasks(self, scores: Mapping[str, tuple[float, float | None]]) -> "Evaluation":
-    """Returns this one, with the scores of tasks."""
-    values = {name: value for name, (value, _) in scores.items()}
-    errors = {name: error for name, (_, error) in scores.items() if error is not None}
-    return dataclasses.replace(self, metrics=self.metrics | values, errors=self.errors | errors)
+  def adding(self, metrics: Mapping[str, float], errors: Mapping[str, float]) -> "Evaluation":
+    """Returns this one with further metrics, of the same examples or of tasks."""
+    both = {"metrics": self.metrics | metrics, "errors": self.errors | errors}
+    return dataclasses.replace(self, **both)
 
   def compared(self, fingerprint: str) -> dict[str, Any]:
     """Returns what a checkpoint stores to be ranked: metrics, and the examples that they are over.
@@ -154,9 +145,7 @@ class Evaluator:
     """
     found = self(state.params, state.variables, **steps)
     program, placed = self.job.program, self.job.state_shardings.params
-    for decay in self.job.config.optimizer.ema_decays:
-      if found is None:
-        return None
+    for decay in self.job.config.optimizer.ema_decays if found else ():
       average = state.optimizer.averages[averages.key(decay)]
       # With other axis tables for the optimizer's state it is sharded otherwise.
       average = jax.device_put(average, program.split(placed)[0])
@@ -166,12 +155,20 @@ class Evaluator:
       )
       params = merged(average, program.split(state.params)[1])
       other = self(params, state.variables, **steps)
-      found = found and other and found.beside(other, f"ema_{decay:g}")
+      if other is None:
+        return None
+      named = [
+        {f"{n}/ema_{decay:g}": x for n, x in of.items()} for of in (other.metrics, other.errors)
+      ]
+      found = found.adding(*named)
     if self.tasks is None or found is None:
       return found
     before = between_batches(self.watch, self.lockstep, self.progress)
     scores = self.tasks((state.params, state.variables), before)
-    return None if scores is None else found.with_tasks(scores)
+    if scores is None:
+      return None
+    errors = {name: error for name, (_, error) in scores.items() if error is not None}
+    return found.adding({name: value for name, (value, _) in scores.items()}, errors)
 
   def __call__(
     self, params: Any, variables: Any = None, *, steps: int = 0, ranking_steps: int = 0

@@ -497,5 +497,8 @@ def first_state(
   """
   where = base.location if base else job.config.checkpoint.initialize_from
   if where:
-    return base_parameters.ParameterReader(job).initialized(where, teacher or {})
+    reader = base_parameters.ParameterReader(job)
+    state, folder, step = reader.initial_state(where, teacher or {})
+    origin = f"starts with the parameters of {where}{'' if step is None else f', step {step}'}"
+    return state, origin, reader.found_at_start(folder, step, state)
   return job.initial_state(teacher or None), "starts from the first step", None

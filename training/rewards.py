@@ -20,7 +20,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,14 +74,6 @@ def parse(text: str) -> list[Reward]:
   return found
 
 
-def reward_errors(text: str) -> Iterator[str]:
-  """Yields what is wrong with the text of rewards; executes none of the files."""
-  try:
-    parse(text)
-  except ValueError as error:
-    yield from str(error).splitlines()
-
-
 def _parsed(part: str) -> Reward:
   name, star, number = (x.strip() for x in part.partition("*"))
   try:
@@ -130,7 +122,7 @@ class Scores:
   def metrics(self) -> dict[str, float]:
     """Returns the means over what has not failed, and how many answers have; a mean may be NaN."""
     means = {"reward": self.values, **{f"reward/{name}": x for name, x in self.parts.items()}}
-    found = {name: float(x[~np.isnan(x)].mean()) for name, x in means.items() if not _all_nan(x)}
+    found = {name: float(np.nanmean(x)) for name, x in means.items() if not np.isnan(x).all()}
     return {**found, "reward_failed": float(self.failed.sum())}
 
   def text(self) -> str:
@@ -142,10 +134,6 @@ class Scores:
       f"the rewards of {self.failed.sum():,} of {self.values.size:,} answers failed, which are "
       f"left out of their groups: {listed}"
     )
-
-
-def _all_nan(x: np.ndarray) -> bool:
-  return bool(np.isnan(x).all())
 
 
 class Rewards:

@@ -474,7 +474,7 @@ def _verdict(
     legend=resolved.model.legend,
     sizes=dict(mesh.shape),
     beside={TEACHER: (teacher.parameters, teacher.legend)} if teacher else None,
-    **vars(resolved.layout),
+    **resolved.layout,
   )
 
 

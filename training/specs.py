@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from input_pipeline.ramp import Ramp, Shape
 from models import model_spec
 from models.spec import ModelSpec
-from partitioning.rules import Legend, Table
+from partitioning.rules import Legend
 from partitioning.verdict import TABLES
 from training.optimizers.spec import OptimizerSpec
 from training.tasks import TASKS
@@ -123,23 +123,11 @@ class BatchSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayoutSpec:
-  """The section `partitioning`, as the verdict reads it.
-
-  Attributes:
-    tables: section, such as `parameters` -> its table.
-  """
-
-  tables: Mapping[str, Table]
-  overrides: Mapping[str, Any]
-  max_replicated_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Resolved:
   """A finalized config, as what it names.
 
   Attributes:
+    layout: the section `partitioning`, as arguments of `check_layout`.
     memory_limit_gib: of what the state may take; None: of all that is there.
   """
 
@@ -147,7 +135,7 @@ class Resolved:
   optimizer: OptimizerSpec
   step: StepSpec
   batch: BatchSpec
-  layout: LayoutSpec
+  layout: Mapping[str, Any]
   memory_limit_gib: float | None
 
   @property
@@ -185,11 +173,11 @@ def resolve(config: ConfigDict) -> Resolved:
       steps=training.steps,
       ramp=Ramp.of(data),
     ),
-    layout=LayoutSpec(
-      tables={title: tables[title] for title in TABLES},
-      overrides=tables.overrides,
-      max_replicated_bytes=tables.max_replicated_bytes,
-    ),
+    layout={
+      "tables": {title: tables[title] for title in TABLES},
+      "overrides": tables.overrides,
+      "max_replicated_bytes": tables.max_replicated_bytes,
+    },
     memory_limit_gib=config.memory_limit_gib,
   )
 

@@ -99,19 +99,7 @@ def owned(
     ValueError: its storage has no conditional write.
     OSError: it cannot be read or written, or has no space for a checkpoint.
   """
-  ownership = _shared(workdir, keys, watch, require_room)
-  try:
-    yield ownership
-    ownership.settle()
-  except BaseException:
-    ownership.end()
-    raise
-
-
-def _shared(
-  workdir: epath.Path, keys: ConfigDict, watch: Watchdog, require_room: Callable[[], None]
-) -> Ownership:
-  group = watch.group
+  group, ownership = watch.group, Ownership()
   watch.at("waiting for the workdir", STARTING)
   if group.first:
     require_room()
@@ -126,8 +114,6 @@ def _shared(
     )
     groups.before_leaving(ownership.end)
     ownership.watch(lambda: bool(watch.stop), lambda text: _replaced(workdir, text, watch))
-  else:
-    ownership = Ownership()
   try:
     if group.first:
       group.put("owner/0", {"number": ownership.number})
@@ -135,8 +121,11 @@ def _shared(
     longest = 2 * keys.start_timeout_seconds + keys.owner_wait_seconds + 3600
     group.wait("owner", timeout_seconds=longest)
     watch.at("starting", STARTING)
-    return ownership if group.first else Ownership(number=group.list("owner")["0"]["number"])
-  except BaseException:  # another process has died, and this one will claim the workdir again
+    if not group.first:
+      ownership = Ownership(number=group.list("owner")["0"]["number"])
+    yield ownership
+    ownership.settle()
+  except BaseException:  # refused; or another process has died, and this one claims it again
     ownership.end()
     raise
 

@@ -11,7 +11,7 @@ from configs.schema import finalize
 from models import experts, mlp
 from tests.helpers.jobs import SMALL, host_batch, make_job, place
 from training import coordinate_check
-from training.coordinate_check import Trained, points, shown_layers, slope, slopes
+from training.coordinate_check import points, shown_layers, slope, slopes
 
 BASE, WIDE = 32, 256
 CONSTANT = {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
@@ -215,8 +215,8 @@ def test_layers_are_shown_one_after_the_other_and_logits_may_fall():
   wider["last"][1, :, -1] = 0.5
   wider["first"][1, :, -1] = 0.5
   both = [
-    Trained({"first": width, "layers/a": width, "layers/b": width, "last": 7}, x)
-    for width, x in zip(at, (values, wider), strict=True)
+    {name: (7 if name == "last" else width, x) for name, x in arrays.items()}
+    for width, arrays in zip(at, (values, wider), strict=True)
   ]
   found = slopes(points(both), at)
   names = ["first", "layer 1: a", "layer 1: b", "layer 2: a", "layer 2: b", "last"]

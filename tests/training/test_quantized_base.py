@@ -113,39 +113,36 @@ def test_checkpoints_have_the_adapters_and_find_their_base(base, tuned):
     base_parameters.model_state(other, str(workdir))
 
 
-@pytest.mark.parametrize("saved", ["adapters", "all"])
-def test_adapters_are_merged_into_the_kernels_as_they_were(saved, base, tuned, main, tmp_path):
+def test_without_a_base_the_codes_are_decoded(tuned, tmp_path):
+  prepared, params = job(**NF4), tuned[1]
+  state = first_state(prepared)
+  state = dataclasses.replace(state, params=jax.tree.map(jnp.asarray, nested(params)))
+  save(tmp_path, state, prepared)
+  plain = job(**{**NF4, "training.frozen_dtype": "float32"})
+  step, found = base_parameters.unquantized_parameters(prepared, plain, str(tmp_path))
+  assert step == 4
+  found, spec = arrays_of(found), model_spec(prepared.config)
+  for name in named_leaves(plain.state.params):
+    if kind := spec.format_of(name):
+      parts = {part: params[name.removesuffix("kernel") + part] for part in kind.parts}
+      np.testing.assert_allclose(found[name], np.asarray(kind.decoded(parts)), rtol=1e-6)
+    else:
+      assert found[name].tobytes() == params[name].tobytes()
+
+
+def test_adapters_are_merged_into_the_kernels_as_they_were(base, tuned, main, tmp_path):
   workdir, params = tuned
-  wanted = base[1]
-  if saved == "all":  # of a run without a base there are the codes alone
-    prepared, workdir = job(**NF4), tmp_path / "all"
-    state = first_state(prepared)
-    state = dataclasses.replace(state, params=jax.tree.map(jnp.asarray, nested(params)))
-    save(workdir, state, prepared)
-    spec = model_spec(prepared.config)
-    wanted = {
-      name: x
-      if (kind := spec.format_of(name)) is None
-      else np.asarray(
-        kind.decoded({p: params[name.removesuffix("kernel") + p] for p in kind.parts})
-      )
-      for name, x in wanted.items()
-    }
   code, out, err = main(
-    "export",
-    "configs/single",
-    *flags(**NF4),
-    f"--checkpoint={workdir}",
-    "--merge",
-    f"--to={tmp_path}/to",
+    *("export", "configs/single", *flags(**NF4)),
+    *(f"--checkpoint={workdir}", "--merge", f"--to={tmp_path}/to"),
   )
   assert (code, err) == (0, ""), out
   written = folders.tensors_of(tmp_path / "to" / "model.safetensors")
   for layer in range(2):
     a, b = (params[f"layers/mlp/up/lora_{x}"][layer] for x in "ab")
-    kernel = wanted["layers/mlp/up/kernel"][layer] + 3 * a @ b
+    kernel = base[1]["layers/mlp/up/kernel"][layer] + 3 * a @ b
     np.testing.assert_allclose(
       written[f"model.layers.{layer}.mlp.up_proj.weight"], kernel.T, rtol=1e-5, atol=1e-5
     )
-  table = wanted["embed/table"] if saved == "adapters" else wanted["embed/table"].astype("bfloat16")
-  np.testing.assert_array_equal(written["model.embed_tokens.weight"], table.astype("float32"))
+  table = base[1]["embed/table"].astype("float32")
+  np.testing.assert_array_equal(written["model.embed_tokens.weight"], table)

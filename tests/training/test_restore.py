@@ -106,37 +106,10 @@ def test_what_an_optimizer_remembers_of_the_first_parameters_is_of_those_read():
     np.testing.assert_array_equal(copy, table)
 
 
-def test_adapters_are_drawn_beside_the_parameters_of_a_folder():
-  job = folder_job(**{"lora.rank": 2})
-  state, _, weights = restore.first_state(job)
-  assert (weights.location, weights.dtype) == (str(folders.FOLDER / "llama"), "float32")
-  wanted, found = folders.read_with_numpy("llama"), named_leaves(state.params)
-  assert list(found) == list(named_leaves(job.state.params))
-  for name, leaf in found.items():
-    if name.endswith("lora_a"):
-      assert np.asarray(leaf).std() > 0.01
-    elif name.endswith("lora_b"):
-      assert not np.asarray(leaf).any()
-    else:
-      np.testing.assert_array_equal(leaf, wanted[name].astype(np.float32))
-
-
 def test_a_folder_is_evaluated_as_step_0():
   step, params, variables = base_parameters.model_state(folder_job(), str(folders.FOLDER / "llama"))
   assert (step, variables) == (0, {})
   assert {*named_leaves(params)} == {*folders.read_with_numpy("llama")}
-
-
-def test_a_folder_whose_numbers_differ_starts_with_a_warning(capsys, tmp_path):
-  job = folder_job(**{"model.rotary_base": 9.0})
-  ParameterReader(job).check_model_folder(tmp_path)
-  assert capsys.readouterr().err == "WARNING: model.rotary_base=9.0, and the folder has 500.0\n"
-
-
-def test_the_tensors_of_a_folder_are_compared_before_a_run_begins(tmp_path):
-  job = folder_job(**{"model.heads": 8})
-  with pytest.raises(ValueError, match=r"model.heads=8, and the folder has 4"):
-    ParameterReader(job).check_model_folder(tmp_path)
 
 
 def resumed_config(workdir, done, before, **now):

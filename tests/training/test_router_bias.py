@@ -49,18 +49,7 @@ def biases(job, batches, steps=1, before=lambda state, number: state):
   return np.asarray(found) - first, jax.device_get(metrics)
 
 
-@pytest.mark.parametrize(
-  "more",
-  [
-    pytest.param(
-      {"training.gradient_accumulation_steps": 4, "mesh.data": 2}, marks=pytest.mark.long
-    ),
-    {"training.rematerialization": "full", "mesh.expert": 2},
-  ],
-)
-def test_it_moves_by_the_counts_of_the_global_batch_also_after_a_restore(
-  tmp_path, monkeypatch, more
-):
+def test_it_moves_by_the_counts_of_the_global_batch_also_after_a_restore(tmp_path, monkeypatch):
   count(monkeypatch)
   plain, kept = make_job("single", "lm", **KEYS), []
   batches = lambda number: host_batch(plain, seed=number)  # noqa: E731
@@ -75,6 +64,7 @@ def test_it_moves_by_the_counts_of_the_global_batch_also_after_a_restore(
   assert np.abs(expected).max() > 0
   shares = [float(metrics[f"expert_share/{number}"]) for number in range(4)]
   assert sum(shares) == pytest.approx(1)
+  more = {"training.rematerialization": "full", "mesh.expert": 2}
   job = make_job("single", "lm", **KEYS, **more)
 
   def restored(state, number):

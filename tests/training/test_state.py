@@ -60,9 +60,9 @@ def test_a_tree_is_taken_apart_and_put_together():
   assert split(tree, lambda name: True) == (tree, {})
 
 
-def two_steps(strategy, recipe, **overrides):
-  """Returns the job, the first state, and metrics, gradients and the state after two steps."""
-  job = make_job(strategy, recipe, **overrides)
+def two_steps(**overrides):
+  """Returns the gradients of a second step, and how parameters were before both and after."""
+  job = make_job("single", "mlp", **overrides)
   compiled = job.compile(
     job.program.step_and_gradients,
     job.state,
@@ -71,55 +71,32 @@ def two_steps(strategy, recipe, **overrides):
     out_shardings=(job.state_shardings, None, None),
   ).function
   state = first_state(job)
-  first = jax.device_get(state)
+  first = jax.device_get(named_leaves(state.params))
   for number in range(2):
-    state, metrics, gradients = compiled(state, place(job, host_batch(job, seed=number)))
-    job.check_placed(state)
-  return job, first, *jax.device_get((metrics, named_leaves(gradients), state))
+    state, _, gradients = compiled(state, place(job, host_batch(job, seed=number)))
+  return jax.device_get((named_leaves(gradients), first, named_leaves(state.params)))
 
 
-ATTENTION = {
-  "training.trainable": ("layers/attention/*", "final_norm/*"),
-  "training.gradient_accumulation_steps": 2,
-  "optimizer.clip_norm": 0.0,
-  "optimizer.warmup_steps": 0,
-}
+def test_frozen_parameters_have_no_optimizer_state():
+  chosen = {"training.trainable": ("layers/attention/*", "final_norm/*")}
+  job = make_job("dp4_tp2", "lm", **chosen)
+  names = named_leaves(job.state.params)
+  wanted = {name for name in names if name.startswith(("layers/attention/", "final_norm/"))}
+  assert 0 < len(wanted) < len(names)
+  assert job.program.trained == wanted
+  assert {n.split("/", 3)[3] for n in job.placements["optimizer"] if "/mu/" in n} == wanted
 
 
-@pytest.mark.long
-def test_frozen_parameters_stay_and_have_no_optimizer_state_on_every_mesh():
-  found = {}
-  for strategy in ("dp8", "dp4_tp2"):
-    job, first, metrics, gradients, last = two_steps(strategy, "lm", **ATTENTION)
-    before, after = named_leaves(first.params), named_leaves(last.params)
-    assert before.keys() == after.keys()
-    moved = {name for name in before if before[name].tobytes() != after[name].tobytes()}
-    wanted = {n for n in before if n.startswith(("layers/attention/", "final_norm/"))}
-    assert moved == wanted == gradients.keys()
-    assert 0 < len(wanted) < len(before)
-    moments = {n.split("/", 2)[2] for n in named_leaves(last.optimizer) if n.startswith("0/mu/")}
-    assert moments == wanted
-    assert {n.split("/", 3)[3] for n in job.placements["optimizer"] if "/mu/" in n} == wanted
-    norm = np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in gradients.values()))
-    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    found[strategy] = metrics, gradients, after
-  ours, theirs = found.values()
-  assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-5)
-  assert ours[0]["grad_norm"] == pytest.approx(theirs[0]["grad_norm"], rel=1e-4)
-  for name, gradient in ours[1].items():
-    np.testing.assert_allclose(gradient, theirs[1][name], rtol=1e-3, atol=1e-5, err_msg=name)
-  for name, parameter in ours[2].items():
-    np.testing.assert_allclose(parameter, theirs[2][name], rtol=1e-3, atol=1e-4, err_msg=name)
-
-
-def test_gradients_of_trained_parameters_are_those_of_training_all():
+def test_gradients_of_trained_parameters_are_those_of_training_all_and_the_others_stay():
   keys = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.0, "optimizer.weight_decay": 0.0}
-  *_, everything, _ = two_steps("single", "mlp", **keys)
+  everything, *_ = two_steps(**keys)
   keys["training.trainable"] = ("layer_2/*", "layer_4/bias")
-  *_, found, _ = two_steps("single", "mlp", **keys)
+  found, *_ = two_steps(**keys)
   assert {*found} == {"layer_2/kernel", "layer_2/bias", "layer_4/bias"}
   for name, gradient in found.items():
     np.testing.assert_allclose(gradient, everything[name], rtol=1e-5, atol=1e-7, err_msg=name)
+  _, before, after = two_steps(**{**keys, "optimizer.learning_rate": 0.1})
+  assert {n for n in before if before[n].tobytes() != after[n].tobytes()} == {*found}
 
 
 # ---- Variables that are no parameters ----

@@ -1,7 +1,6 @@
 """Runs with ramps: resumed anywhere they equal an uninterrupted one to the bit."""
 
 import pathlib
-import re
 import shutil
 
 import jax
@@ -48,19 +47,6 @@ def whole(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("whole")
   runs.train(workdir, runs.source(), prepared=runs.job(**KEYS, **QUIET))
   return workdir
-
-
-@pytest.mark.long
-def test_a_run_with_a_ramp_resumes_to_the_bit_within_each_stage_and_between_them(
-  tmp_path, whole, capsys
-):
-  prepared, rows = runs.job(**KEYS, **QUIET), runs.source()
-  for step, sizes in {3: "248", 4: "48", 11: ""}.items():
-    assert_resumes(prepared, rows, whole, tmp_path, step)
-    # Of the stages that are over, no step is compiled.
-    said = capsys.readouterr().out
-    assert re.findall(r"compiled the train step for (\d) rows in", said) == [*sizes]
-    assert len(re.findall("no collectives|collectives per device: ", said)) == 1
 
 
 def test_the_loss_of_a_step_is_that_of_the_next_rows(whole):

@@ -1,7 +1,6 @@
 """Files of a workdir that another run has taken over: nothing more is written to them."""
 
 import json
-import pathlib
 
 import pytest
 from etils import epath
@@ -119,18 +118,3 @@ def test_a_claim_is_withdrawn_where_another_process_dies_before_all_know_of_it(
   with pytest.raises(RuntimeError, match="CANCELLED"), owned(job, workdir):
     raise AssertionError("it is not the owner yet")
   assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_takes_over_the_workdir_and_reports_the_earlier_claims(tmp_path):
-  job = make_job("single", "mlp", **{"processes.lease_seconds": 20.0})
-  for number in (1, 2, 3):
-    with owned(job, tmp_path) as owner:
-      assert owner.number == number
-      said = json.loads(pathlib.Path(tmp_path, "owner", f"{number:06}.json").read_text())
-      assert (said["lease_seconds"], said["processes"]) == (20.0, 1)
-    owner.require()
-    owner.end()
-    assert {path.name for path in (tmp_path / "owner").iterdir()} == {
-      f"{number:06}.json",
-      f"{number:06}.beat",
-    }

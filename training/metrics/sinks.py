@@ -91,33 +91,37 @@ class Sinks:
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Gives a line to every sink."""
-    self._each(lambda sink: sink.write(step, dict(values)))
+    for name in [*self._open]:
+      self._call(name, "write", step, dict(values))
 
   def on_rollback(self, step: int) -> None:
     """Notifies every sink that has `on_rollback`."""
-    self._each(lambda sink: hasattr(sink, "on_rollback") and sink.on_rollback(step))
+    self._each("on_rollback", step)
 
   def news(self) -> list[str]:
     """Returns what the sinks have said since the last call; also after `close`."""
-    found: list[str] = []
-    self._each(lambda sink: hasattr(sink, "news") and found.extend(sink.news()))
-    return found
+    return [line for found in self._each("news") for line in found or ()]
 
   def close(self) -> None:
     """Closes every sink."""
-    self._each(lambda sink: hasattr(sink, "finish") and sink.finish())
-    self._each(lambda sink: sink.close())
+    self._each("finish")
+    self._each("close")
 
   def _add(self, name: str, *arguments: Any) -> None:
     self._open[name] = SINKS[name](*arguments)
 
-  def _each(self, call: Callable[[Any], Any]) -> None:
-    for name, sink in list(self._open.items()):
-      self._guarded(name, functools.partial(call, sink))
+  def _each(self, method: str, *arguments: Any) -> list[Any]:
+    """Calls a method of all sinks that have it."""
+    return [
+      self._call(n, method, *arguments) for n, one in [*self._open.items()] if hasattr(one, method)
+    ]
 
-  def _guarded(self, name: str, call: Callable[[], Any]) -> None:
+  def _call(self, name: str, method: str, *arguments: Any) -> Any:
+    return self._guarded(name, lambda: getattr(self._open[name], method)(*arguments))
+
+  def _guarded(self, name: str, call: Callable[[], Any]) -> Any:
     try:
-      call()
+      return call()
     except Exception as error:
       sink = self._open.pop(name, None)
       if hasattr(sink, "kill"):
