@@ -275,6 +275,7 @@ class ParameterReader:
     if chosen is None and step in integrity.steps(folder):
       chosen = step
     known = named_leaves(self.job.state.params).keys()
+    kernels: dict[str, Any] = {}  # that are there before quantization
 
     def saved_part(checkpoint: Verified) -> dict[str, Any]:
       there = {
@@ -283,7 +284,9 @@ class ParameterReader:
         if name.startswith(_PREFIX)
       }
       partial = BASE in checkpoint.record
-      others, kernels = self._to_quantize(wanted, there)
+      others, whole = self._to_quantize(wanted, there)
+      kernels.clear()
+      kernels.update(whole)
       expected = {n: x for n, x in others.items() if n in there or not (partial or n in optional)}
       there = {
         name: _as_wanted(x, others.get(name))
@@ -301,7 +304,7 @@ class ParameterReader:
       together=self.job.consensus,
       compared=True,
     )
-    arrays = named_leaves(tree[PARAMETERS]) | self._quantized(found, wanted)
+    arrays = named_leaves(tree[PARAMETERS]) | self._quantized(found, wanted, kernels)
     rest = {name: x for name, x in wanted.items() if name not in arrays}
     if rest and (base := Base.of(found.record)) is not None:
       more, _ = self._frozen(base, rest, base.folder, str(folder))
@@ -325,16 +328,11 @@ class ParameterReader:
     return others, found
 
   def _quantized(
-    self, checkpoint: Verified, wanted: Mapping[str, jax.ShapeDtypeStruct]
+    self, checkpoint: Verified, wanted: Mapping[str, Any], kernels: Mapping[str, Any]
   ) -> dict[str, jax.Array]:
     """Reads the kernels that a run has not quantized, one at a time, and quantizes them."""
-    if self.job.config.training.frozen_dtype not in QUANTIZED:
-      return {}
     arrays, spec = {}, model_spec(self.job.config)
-    there = {
-      name.removeprefix(_PREFIX): x for name, x in reading.stored_arrays(checkpoint.path).items()
-    }
-    for name, leaf in self._to_quantize(wanted, there)[1].items():
+    for name, leaf in kernels.items():
       tree = reading.read_arrays(
         dataclasses.replace(checkpoint, large=()),  # which have been verified
         {PARAMETERS: nested({name: leaf})},

@@ -1,4 +1,4 @@
-"""How often gradients of microbatches are reduced: the rule, its refusals, and equal results."""
+"""How often gradients of microbatches are reduced: the rule and its refusals."""
 
 import dataclasses
 
@@ -8,8 +8,6 @@ from jax.sharding import PartitionSpec
 from partitioning.rules import Placement
 from reports import layout_text
 from tests.helpers.jobs import make_job
-from tests.parity.comparison import ADAPTERS, MESHES, SEQUENCE_PARALLEL, ZERO_1, assert_equal, train
-from tests.parity.matrix import OF_SEQUENCE
 from training.microbatches import reduced_once_over
 
 MICROBATCHES = {"training.gradient_accumulation_steps": 2}
@@ -69,37 +67,3 @@ def test_the_layout_says_which():
   text = layout_text.job_text(make_job("fsdp8", "mlp", **MICROBATCHES), whole=False)
   assert f"{reduced} after each microbatch over all axes" in text
   assert reduced not in layout_text.job_text(make_job("dp8", "mlp"), whole=False)
-
-
-# ---- Equal results ----
-
-CASES = {
-  "adapters": {
-    **MESHES["data2_fsdp2_tensor2"],
-    **ADAPTERS,
-    **SEQUENCE_PARALLEL,
-    "lora.dropout": 0.3,
-  },
-  "ring": {**OF_SEQUENCE["data2_context4 ring"], "model.dropout_rate": 0.2},
-  "ZeRO-1": {**MESHES["data8"], **ZERO_1},
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", CASES)
-def test_both_train_alike(name):
-  ours, wanted = (
-    train("lm", "float64", {**CASES[name], **MICROBATCHES, "training.gradient_reduction": how})
-    for how in ("step", "microbatch")
-  )
-  assert ours.job.program.reduce_once_over == "data"
-  assert_equal(ours, wanted, "float64")
-
-
-def test_the_mlp_trains_alike():
-  overrides = {**MESHES["data4_fsdp2"], **MICROBATCHES}
-  ours, wanted = (
-    train("mlp", "float64", {**overrides, "training.gradient_reduction": how})
-    for how in ("step", "microbatch")
-  )
-  assert_equal(ours, wanted, "float64")

@@ -31,36 +31,6 @@ def order(rows, epochs=3):
   return np.concatenate([np.argsort(np.random.Philox(seed).random_raw(rows)) for seed in seeds])
 
 
-@pytest.mark.long
-def test_rows_over_batch_sizes_rollbacks_and_epochs(tmp_path, taken):
-  rows = source({3: math.inf, 17: math.inf})  # a row in 24-31 of the first epoch, one in 136-143
-  keys = {"training.max_rollbacks": 9, "checkpoint.every_steps": 5, **runs.ROLL_BACK}
-  steps = {10: 8, 20: 16, 34: 4}
-  for done, batch in steps.items():
-    train(
-      tmp_path,
-      rows,
-      prepared=runs.job(
-        "single", **keys, **{"training.steps": done, "data.global_batch_size": batch}
-      ),
-      accept=ACCEPT if done > 10 else (),
-    )
-  made = rollbacks(tmp_path)
-  skipped = [tuple(pair) for line in made for pair in line["skipped_rows"]]
-  assert skipped[:2] == [(24, 32), (136, 152)]  # of 8 rows, then of 16
-  assert [(line["rolled_back"], line["step"]) for line in made][:2] == [(4, 0), (14, 10)]
-  spoiled = ~np.isfinite(rows.read(np.arange(len(rows)))["inputs"]).all(axis=1)
-  bad = np.flatnonzero(spoiled[order(len(rows))])
-  assert all(any(a <= row < b for a, b in skipped) for row in bad if row < 300)
-  left = [row for row in range(600) if not any(a <= row < b for a, b in skipped)]
-  expected, batch_of = order(len(rows))[left].tolist(), dict.fromkeys(range(10), 8)
-  batch_of |= dict.fromkeys(range(10, 20), 16) | dict.fromkeys(range(20, 34), 4)
-  for step, batch in batch_of.items():
-    assert taken[step] == expected[:batch], step
-    expected = expected[batch:]
-  assert sum(batch_of.values()) > len(rows), "the second epoch has begun"
-
-
 def test_going_back_to_a_checkpoint_of_another_batch_size(tmp_path, taken):
   keys = {"checkpoint.every_steps": 5, **runs.ROLL_BACK, "training.bad_step_skips": 3}
   rows = source({11: math.inf})  # a row in 88-95: in the first batch of 16, rows 80-95

@@ -78,17 +78,6 @@ def test_nothing_is_saved_unchecked(tried):
   check.before_save(10, state)  # nothing is left behind of the one before
 
 
-def test_the_optimizers_moments_are_compared(tried):
-  job, _, check = tried
-  state = first_state(job)
-  first, *rest = state.optimizer
-  mu = first.mu["layer_3"]
-  mu = {**first.mu, "layer_3": {**mu, "kernel": altered(mu["kernel"], 6, (9, 3))}}
-  wrong = dataclasses.replace(state, optimizer=(first._replace(mu=mu), *rest))
-  error = caught(check.before_save, 11, wrong)
-  assert "optimizer/0/mu/layer_3/kernel [56, 40]: device 6 against devices 0, 2, 4" in str(error)
-
-
 def test_many_differences_are_one_message(tried):
   job, _, check = tried
   state = first_state(job)

@@ -67,111 +67,37 @@ def cosine(share):
   return 0.1 + 0.9 * (1 + math.cos(math.pi * share)) / 2
 
 
-def cosine_to_14(s):
-  """The first 14 of 24 steps, of which 4 are warm-up."""
-  return (s + 1) / 4 if s < 4 else cosine((s - 4) / 20)
-
-
-# name -> (keys, changes of training.steps, then, step -> learning rate over the peak)
-CHANGED = {
-  "cosine, in the middle": (
-    {},
-    [(14, 24, "stretch")],
-    44,
-    lambda s: cosine_to_14(s) if s < 14 else cosine(0.5 + 0.5 * (s - 14) / 30),
-  ),
-  "cosine, twice": (
+WSD = {"schedule": "wsd", "decay_steps": 4}
+# (keys, changes of training.steps of a run of 24, then, step -> learning rate over the peak)
+CHANGED = [
+  ({}, [(14, 24, "stretch")], 44, {3: 1, 13: cosine(9 / 20), 14: cosine(0.5), 29: cosine(0.75)}),
+  (
     {},
     [(14, 24, "stretch"), (29, 44, "stretch")],
     59,
-    lambda s: (
-      cosine_to_14(s)
-      if s < 14
-      else cosine(0.5 + 0.5 * (s - 14) / 30)
-      if s < 29
-      else cosine(0.75 + 0.25 * (s - 29) / 30)
-    ),
+    {13: cosine(9 / 20), 28: cosine(0.5 + 7 / 30), 29: cosine(0.75), 44: cosine(0.875)},
   ),
-  "cosine, after the end": (
-    {},
-    [(24, 24, "stretch")],
-    44,
-    lambda s: (s + 1) / 4 if s < 4 else cosine(min(1, (s - 4) / 20)),
-  ),
-  "cosine, after the end, restarted": (
-    {},
-    [(24, 24, "restart")],
-    44,
-    lambda s: (
-      ((s + 1) / 4 if s < 4 else cosine((s - 4) / 20))
-      if s < 24
-      else 0.1 + 0.9 * (s - 23) / 4
-      if s < 28
-      else cosine((s - 28) / 16)
-    ),
-  ),
-  "wsd, before its decay": (
-    {"schedule": "wsd", "decay_steps": 4},
-    [(14, 24, "stretch")],
-    44,
-    lambda s: min(1, (s + 1) / 4) if s < 40 else 1 - (s - 40) / 4,
-  ),
-  "wsd, in its decay": (
-    {"schedule": "wsd", "decay_steps": 4},
-    [(22, 24, "stretch")],
-    44,
-    lambda s: (
-      min(1, (s + 1) / 4) if s < 20 else 1 - (s - 20) / 4 if s < 22 else 0.5 - 0.5 * (s - 22) / 22
-    ),
-  ),
-  "wsd, fewer than its decay": (
-    {"schedule": "wsd", "decay_steps": 8},
-    [(14, 24, "stretch")],
-    18,
-    lambda s: min(1, (s + 1) / 4) if s < 14 else 1 - min(1, (s - 14) / 4),
-  ),
-  "wsd, after the end, restarted": (
-    {"schedule": "wsd", "decay_steps": 4},
-    [(24, 24, "restart")],
-    44,
-    lambda s: (
-      (min(1, (s + 1) / 4) if s < 20 else 1 - (s - 20) / 4)
-      if s < 24
-      else min(1, (s - 23) / 4)
-      if s < 40
-      else 1 - (s - 40) / 4
-    ),
-  ),
-  "inverse_sqrt": (
-    {"schedule": "inverse_sqrt"},
-    [(14, 24, "stretch")],
-    44,
-    lambda s: (s + 1) / 4 if s < 4 else math.sqrt(4 / (s + 1)),
-  ),
-  "inverse_sqrt, restarted": (
+  ({}, [(24, 24, "stretch")], 44, {23: cosine(19 / 20), 24: 0.1, 43: 0.1}),
+  ({}, [(24, 24, "restart")], 44, {23: cosine(19 / 20), 24: 0.325, 27: 1, 28: 1, 36: cosine(0.5)}),
+  (WSD, [(14, 24, "stretch")], 44, {14: 1, 39: 1, 40: 1, 42: 0.5, 43: 0.25}),
+  (WSD, [(22, 24, "stretch")], 44, {20: 1, 21: 0.75, 22: 0.5, 33: 0.25}),
+  ({**WSD, "decay_steps": 8}, [(14, 24, "stretch")], 18, {13: 1, 14: 1, 16: 0.5, 17: 0.25}),
+  (WSD, [(24, 24, "restart")], 44, {23: 0.25, 24: 0.25, 27: 1, 39: 1, 42: 0.5}),
+  (
     {"schedule": "inverse_sqrt"},
     [(15, 24, "restart")],
     44,
-    lambda s: (
-      ((s + 1) / 4 if s < 4 else math.sqrt(4 / (s + 1)))
-      if s < 15
-      else 0.5 + 0.5 * (s - 14) / 4
-      if s < 19
-      else math.sqrt(4 / (s - 19 + 5))
-    ),
+    {3: 1, 14: math.sqrt(4 / 15), 15: 0.625, 18: 1, 19: math.sqrt(4 / 5), 35: math.sqrt(4 / 21)},
   ),
-}
+]
 
 
-@pytest.mark.parametrize("name", CHANGED)
-def test_where_the_number_of_steps_has_changed(name):
-  keys, changes, steps, after = CHANGED[name]
+@pytest.mark.parametrize(("keys", "changes", "steps", "wanted"), CHANGED)
+def test_where_the_number_of_steps_has_changed(keys, changes, steps, wanted):
   config = config_of(steps, warmup_steps=WARMUP, **keys, schedule_changes=tuple(changes))
-  wanted = [PEAK * after(step) for step in range(steps)]
-  schedule = schedule_of(config)
   with jax.numpy_dtype_promotion("standard"):
-    found = jax.jit(jax.vmap(schedule))(np.arange(steps, dtype=np.int32))
-  np.testing.assert_allclose(found, wanted, rtol=2e-5)
+    found = jax.jit(jax.vmap(schedule_of(config)))(np.array([*wanted], np.int32))
+  np.testing.assert_allclose(found, PEAK * np.array([*wanted.values()]), rtol=2e-5)
 
 
 def test_a_schedule_that_has_ended_at_0_is_not_made_longer_in_silence():

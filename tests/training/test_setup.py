@@ -156,17 +156,6 @@ def test_key_value_heads_are_replicated_where_tensor_does_not_divide_them():
   assert (tuple(fits.spec), fits.notes) == ((None, None, "tensor", None), ())
 
 
-def test_a_table_of_its_own_gives_the_optimizer_zero_1():
-  tables = {f"partitioning.optimizer.{dim}": ("data",) for dim in ("model", "feedforward")}
-  tables["partitioning.optimizer.feedforward"] = ()
-  job = make_job("dp8", "mlp", **tables)
-  state = job.initial_state()
-  kernel = state.params["layer_2"]["kernel"]
-  moment = named_leaves(state.optimizer)["0/mu/layer_2/kernel"]
-  assert kernel.addressable_shards[0].data.shape == (40, 56)
-  assert moment.addressable_shards[0].data.shape == (5, 56)
-
-
 def test_an_override_reaches_the_arrays():
   overrides = (("layer_1/kernel", (None, "tensor")), ("optimizer/0/mu/layer_1/kernel", ()))
   job = make_job("dp4_tp2", "mlp", **{"partitioning.overrides": overrides})
@@ -191,21 +180,3 @@ def test_every_leaf_of_the_state_is_compared_with_its_spec():
   moments = jax.device_put(moments, NamedSharding(job.mesh, PartitionSpec()))
   with pytest.raises(LayoutError, match="optimizer/0/nu/layer_2/kernel: is sharded as"):
     job.check_placed(dataclasses.replace(state, optimizer=moments))
-
-
-def test_the_layout_of_a_job_in_words():
-  job = make_job("dp4_tp2", "mlp_tutorial")
-  text = layout_text.job_text(job)
-  assert text.startswith("legend: letter, dim, size")
-  for part in ("layer_2/kernel", "optimizer", "batch/inputs", "BF", "(data, tensor)"):
-    assert part in text
-  elements = 13 * 40 + 40 + 40 * 56 + 56 + 56 * 40 + 40 + 40 * 10 + 10
-  whole = 13 * 40 + 40 + 40 + 40 * 10 + 10 + 1
-  held = whole + (2 * 40 * 56 + 56) // 2
-  assert (
-    f"{elements:,} parameters; with optimizer state {4 * held / 1024:.1f} KiB per device, "
-    f"of which {4 * whole / 1024:.1f} KiB are replicated on every device"
-  ) in text
-  short = layout_text.job_text(job, whole=False)
-  assert "legend" not in short
-  assert "activations" not in short
