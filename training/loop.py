@@ -387,7 +387,7 @@ class Run:
 
   def _save(self, evaluation: Evaluation | None) -> None:
     ranked_by = {}
-    if evaluation is not None and self.due.saves_evaluated:
+    if evaluation is not None and self.due.saves.keep_best:
       ranked_by = evaluation.compared(self.data.evaluation.source.fingerprint)
     self._at_save(f"saving step {self.done}")
     self._check_before_save()
@@ -468,33 +468,21 @@ class Due:
 
   Attributes:
     last: the number of steps.
-    metrics_every: steps between logged metrics; 0, here and below: only at the ends.
-    evaluation_every: steps between evaluations.
-    save_every: steps between saves.
-    memory_every: steps between saves to memory.
-    saves_evaluated: whether each evaluated state is saved, since the best ones are kept.
-    batches: that an evaluation takes; 0: all.
-    final_batches: that the last evaluation takes.
+    metrics_every: steps between logged metrics; 0, as of other periods: only at the ends.
+    evaluations: the section `evaluation` of a finalized config.
+    saves: the section `checkpoint`.
   """
 
   last: int
   metrics_every: int
-  evaluation_every: int
-  save_every: int
-  memory_every: int
-  saves_evaluated: bool
-  batches: int
-  final_batches: int
+  evaluations: ConfigDict
+  saves: ConfigDict
 
   @classmethod
   def of(cls, config: ConfigDict) -> "Due":
     """Returns the schedules of a finalized config."""
-    keys, checkpoint = config.evaluation, config.checkpoint
-    return cls(
-      *(config.training.steps, config.metrics.every_steps, keys.every_steps),
-      *(checkpoint.every_steps, checkpoint.memory_every_steps, bool(checkpoint.keep_best)),
-      *(keys.steps, keys.final_steps),
-    )
+    every = config.metrics.every_steps
+    return cls(config.training.steps, every, config.evaluation, config.checkpoint)
 
   def metrics(self, step: int) -> bool:
     """Returns whether the metrics of a step are logged: also the first's and the last's."""
@@ -502,24 +490,25 @@ class Due:
 
   def evaluation(self, step: int) -> bool:
     """Returns whether the state after a step is evaluated."""
-    return step == self.last or _every(self.evaluation_every, step)
+    return step == self.last or _every(self.evaluations.every_steps, step)
 
   def evaluation_batches(self, step: int) -> dict[str, int]:
     """Returns how many batches an evaluation takes, and one by which checkpoints are ranked."""
+    keys = self.evaluations
     return {
-      "steps": self.final_batches if step == self.last else self.batches,
-      "ranking_steps": self.batches if self.evaluation_every else 0,
+      "steps": keys.final_steps if step == self.last else keys.steps,
+      "ranking_steps": keys.steps if keys.every_steps else 0,
     }
 
   def save(self, step: int) -> bool:
     """Returns whether the state after a step is saved."""
-    if step == self.last or _every(self.save_every, step):
+    if step == self.last or _every(self.saves.every_steps, step):
       return True
-    return self.evaluation(step) and self.saves_evaluated
+    return bool(self.saves.keep_best) and self.evaluation(step)
 
   def memory(self, step: int) -> bool:
     """Returns whether the state after a step is saved to memory."""
-    return _every(self.memory_every, step)
+    return _every(self.saves.memory_every_steps, step)
 
 
 def _every(steps: int, step: int) -> bool:

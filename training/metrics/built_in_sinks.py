@@ -106,7 +106,7 @@ class TrackerSink:
     self._sent = {}
     if name in states:
       lines, _ = log_lines.split(LogFile(workdir / log_lines.FILE).read())
-      self._sent = {_key(one.values["step"], one.values): _main(one.values) for one in lines}
+      self._sent = dict(_compared(one.values["step"], one.values) for one in lines)
     folder = workdir.parent if files.is_local(workdir) else epath.Path.cwd()
     start = {
       "project": config.metrics.project,
@@ -116,7 +116,11 @@ class TrackerSink:
       "state": states.get(name),
       "wait_seconds": config.metrics.sink_wait_seconds,
     }
-    with self._log() as log:
+    path = workdir / f"sink_{name}.log"
+    self._see = f" (see {path})" if files.is_local(workdir) else ""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    own = files.open_plain(path, flags) if self._see else os.open(os.devnull, flags)
+    with os.fdopen(own, "ab") as log:
       self._process = subprocess.Popen(
         [config.metrics.sinks_python or sys.executable, "-u", "-P", SCRIPT, name],
         bufsize=0,  # a thread that waits holds no lock, which would be waited for at the end
@@ -130,12 +134,6 @@ class TrackerSink:
     self._send(start)
     for waiting in (self._feed, self._listen):
       threading.Thread(target=waiting, daemon=True).start()
-
-  def _log(self) -> Any:
-    if not files.is_local(self._workdir):
-      return open(os.devnull, "wb")
-    path = self._workdir / f"sink_{self._name}.log"
-    return os.fdopen(files.open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
 
   def _send(self, message: Any) -> None:
     self._lines.put(json.dumps(message).encode() + b"\n")
@@ -156,7 +154,7 @@ class TrackerSink:
     """Sends a line, unless the tracker has it; raises SinkError if the process has failed."""
     while not self._messages.empty():
       self._take(self._messages.get())
-    key, main = _key(step, values), _main(values)
+    key, main = _compared(step, values)
     if main is None or self._sent.pop(key, None) != main:
       self._send((step, dict(values)))
 
@@ -185,7 +183,7 @@ class TrackerSink:
           done = self._take(self._messages.get(timeout=_PAUSE_SECONDS))
         except queue.Empty:
           if self._late():
-            seconds = f"{self._wait_seconds():g} s{self._see()}"
+            seconds = f"{self._wait_seconds():g} s{self._see}"
             raise SinkError(f"it has not delivered all lines within {seconds}") from None
       while self._process.poll() is None and not self._late():
         time.sleep(_PAUSE_SECONDS)
@@ -209,16 +207,12 @@ class TrackerSink:
   def _take(self, message: Mapping[str, Any]) -> bool:
     """Returns whether a message is the last one; raises SinkError for one that is an error."""
     if "error" in message:
-      raise SinkError(f"{message['error']}{self._see()}")
+      raise SinkError(f"{message['error']}{self._see}")
     if "state" in message:
       states = {**_states(self._workdir), self._name: message["state"]}
       files.replace(self._workdir / STATES, files.json_text(states, indent=2) + "\n")
       self._news.append(f"{self._name}: {message['note']}")
     return "done" in message
-
-  def _see(self) -> str:
-    local = files.is_local(self._workdir)
-    return f" (see {self._workdir / f'sink_{self._name}.log'})" if local else ""
 
 
 def _states(workdir: epath.Path) -> dict[str, Any]:
@@ -230,11 +224,6 @@ def _states(workdir: epath.Path) -> dict[str, Any]:
   return found if isinstance(found, dict) else {}
 
 
-def _key(step: int, values: Mapping[str, Any]) -> tuple[int, bool]:
-  """Returns what a line is about: a step, or an evaluation after it."""
-  return step, "eval_loss" in values
-
-
-def _main(values: Mapping[str, Any]) -> Any:
-  """Returns the number by which two lines of a step are compared."""
-  return values.get("eval_loss", values.get("loss"))
+def _compared(step: int, values: Mapping[str, Any]) -> tuple[tuple[int, bool], Any]:
+  """Returns what a line is about (a step, or an evaluation after it), and its main number."""
+  return (step, "eval_loss" in values), values.get("eval_loss", values.get("loss"))
