@@ -40,8 +40,7 @@ def require_same_data(
     ValueError: rows, stages or ramps differ in a step that is done.
   """
   _require_same_rows(data, record, done)
-  _require_same_stages(old, data, done)
-  _require_same_ramps(old, data, record, done)
+  _require_same_stages(old, data, record, done)
 
 
 def _require_same_rows(data: ConfigDict, record: Mapping[str, Any], done: int) -> None:
@@ -58,44 +57,28 @@ def _require_same_rows(data: ConfigDict, record: Mapping[str, Any], done: int) -
     )
 
 
-def _require_same_stages(old: Mapping[str, Any], data: ConfigDict, done: int) -> None:
-  """Raises ValueError where data.stages differ in a stage that the run has entered."""
+def _require_same_stages(
+  old: Mapping[str, Any], data: ConfigDict, record: Mapping[str, Any], done: int
+) -> None:
+  """Raises ValueError where data.stages or a ramp changes a step that is done."""
 
   def entered(stages: Any) -> list[Any]:
     return json.loads(json.dumps([stage for stage in stages if stage[0] <= done]))
 
-  before, now = entered(old.get("stages", ())), entered(data.stages)
-  if before != now:
-    raise ValueError(
-      f"data.stages: up to step {done}, which is done, they were {before or 'none'} and are now "
-      f"{now or 'none'}; change stages that begin after step {done}, or start a new run with "
-      f"another --workdir"
-    )
-
-
-def _require_same_ramps(
-  old: Mapping[str, Any], data: ConfigDict, record: Mapping[str, Any], done: int
-) -> None:
-  """Raises ValueError where a ramp changes a step that is done."""
   ours, before = Ramp.of(data), Ramp.of(old)
-  there = restored_position(record, before)
-  was = {
-    "batch_size_ramp": [(phase.step, phase.batch) for phase in there.phases],
-    "sequence_length_ramp": before.lengths(data.sequence_length),
+  sizes = [(phase.step, phase.batch) for phase in restored_position(record, before).phases]
+  lengths = [until(ramp.lengths(data.sequence_length), done) for ramp in (before, ours)]
+  compared = {
+    "stages": [entered(old.get("stages", ())), entered(data.stages)],
+    "sequence_length_ramp": lengths,
   }
-  now = {
-    "batch_size_ramp": ours.rows,
-    "sequence_length_ramp": ours.lengths(data.sequence_length),
-  }
-  for key, stages in was.items():
-    if key == "batch_size_ramp" and not data[key]:
-      continue  # another size from here on
-    entered, wanted = (until(given, done) for given in (stages, now[key]))
-    if entered != wanted:
+  if data.batch_size_ramp:  # else there is another size from here on
+    compared["batch_size_ramp"] = [until(sizes, done), until(ours.rows, done)]
+  for key, (was, now) in compared.items():
+    if was != now:
       raise ValueError(
-        f"data.{key}: up to step {done}, which is done, it was {entered} and is now {wanted}; "
-        f"change stages that begin at step {done} or later, or start a new run with another "
-        f"--workdir"
+        f"data.{key}: up to step {done}, which is done, it was {was} and is now {now}; change "
+        f"stages that begin after step {done}, or start a new run with another --workdir"
       )
 
 

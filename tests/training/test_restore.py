@@ -55,15 +55,17 @@ def test_a_start_reads_each_small_file_of_the_newest_step_once(tmp_path, monkeyp
 
 def test_stages_may_change_only_where_no_step_has_been():
   def check(old, new, done):
-    before = {"stages": json.loads(json.dumps(old))}
-    run_record._require_same_stages(before, ConfigDict({"stages": new}), done)
+    keys = {"global_batch_size": 8, "sequence_length": 8}
+    keys |= {"batch_size_ramp": (), "sequence_length_ramp": ()}
+    before = {**keys, "stages": json.loads(json.dumps(old))}
+    run_record._require_same_stages(before, ConfigDict({**keys, "stages": new}), {}, done)
 
   first, later = (10, {"web": 1.0}), (20, {"code": 1.0})
   check((first, later), (first, later), 30)
   check((first,), (first, later), 19)
   check((first, later), (first,), 19)
   check((), (first,), 9)
-  with pytest.raises(ValueError, match=r"data\.stages: up to step 20, which is done, they were"):
+  with pytest.raises(ValueError, match=r"data\.stages: up to step 20, which is done, it was"):
     check((first, later), (first,), 20)
   with pytest.raises(ValueError, match="change stages that begin after step 12"):
     check((first,), ((10, {"web": 2.0}),), 12)
