@@ -113,15 +113,15 @@ def adopt(config: ConfigDict, location: str) -> None:
 
 def adopt_missing(data: ConfigDict, model: ConfigDict, workdir: epath.Path) -> None:
   """Lets a run that resumes read its own copy of files that its sections name and that are gone."""
-  if (found := of_checkpoint(str(workdir))) is None:
-    return
-  if "folder" in model and not os.path.isdir(os.path.expanduser(model.folder)):
+  gone = "folder" in model and not os.path.isdir(os.path.expanduser(model.folder))
+  if gone and (found := of_checkpoint(str(workdir))) is not None:
     _adopt_model(data, model, found, str(workdir))
-  if data.get("chat_template"):
+  if data.get("chat_template") and (found := of_checkpoint(str(workdir))) is not None:
     _adopt_template(data, found)
   given = data.get("tokenizer")
-  gone = given and given != tokenizer.BYTES and not epath.Path(given).expanduser().exists()
-  if gone and _has_tokenizer(found):
+  if not given or given == tokenizer.BYTES or epath.Path(given).expanduser().exists():
+    return
+  if (found := of_checkpoint(str(workdir))) is not None and _has_tokenizer(found):
     data.tokenizer = str(found)
 
 
