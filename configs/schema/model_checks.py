@@ -66,19 +66,17 @@ def no_cudnn(model: ConfigDict, training: ConfigDict, mesh: ConfigDict) -> str:
     return f"mesh.context={context} splits the rows, and {why}"
   if dtype not in ("bfloat16", "float16"):
     return f"training.compute_dtype={dtype}, and it takes bfloat16"
-  if model.head_size % _HEAD_MULTIPLE or model.head_size > _LARGEST_HEAD:
-    most = f"multiples of {_HEAD_MULTIPLE} up to {_LARGEST_HEAD}"
-    return f"model.head_size={model.head_size}, and it takes {most}"
-  if model.value_head_size != model.head_size:
-    return f"model.value_head_size={model.value_head_size}, and it takes model.head_size's"
-  if model.separate_documents:
-    return "model.separate_documents=True, and it masks no documents"
-  if model.window_chunks:
-    return "model.window_chunks=True, and it masks no chunks"
-  if model.attention_soft_cap:
-    return f"model.attention_soft_cap={model.attention_soft_cap}, and it has no soft cap"
-  if model.attention_sinks:
-    return "model.attention_sinks=True, and its softmax has no sinks"
+  most = f"it takes multiples of {_HEAD_MULTIPLE} up to {_LARGEST_HEAD}"
+  for key, unfit, why in (
+    ("head_size", model.head_size % _HEAD_MULTIPLE or model.head_size > _LARGEST_HEAD, most),
+    ("value_head_size", model.value_head_size != model.head_size, "it takes model.head_size's"),
+    ("separate_documents", model.separate_documents, "it masks no documents"),
+    ("window_chunks", model.window_chunks, "it masks no chunks"),
+    ("attention_soft_cap", model.attention_soft_cap, "it has no soft cap"),
+    ("attention_sinks", model.attention_sinks, "its softmax has no sinks"),
+  ):
+    if unfit:
+      return f"model.{key}={model[key]}, and {why}"
   return ""
 
 

@@ -52,11 +52,15 @@ def finalize_optimizer(
       keys[key] = value
 
 
+def names_of(optimizer: ConfigDict) -> list[str]:
+  """Returns the optimizers that a config uses, each once: its own, and those of groups."""
+  groups = [group for group in optimizer.groups if isinstance(group, Mapping)]
+  return [*dict.fromkeys([optimizer.name, *(one["name"] for one in groups if "name" in one)])]
+
+
 def optimizer_errors(optimizer: ConfigDict) -> Iterator[str]:
   """Yields what is wrong with the schedule of an optimizer that takes one alone."""
-  groups = optimizer.groups if isinstance(optimizer.groups, tuple) else ()
-  names = [optimizer.name, *(group.get("name", "") for group in groups if hasattr(group, "get"))]
-  for name in names:
+  for name in names_of(optimizer):
     only = optimizer_row(name).schedule
     if only and optimizer.schedule != only:
       whose = "" if optimizer.name == name else ", which is that of all groups"
@@ -100,9 +104,7 @@ def outer_errors(
       f"{key} with partitioning.optimizer.{split[0]}={tuple(partitioning.optimizer[split[0]])}: "
       f"each group has all of its optimizer's state; leave data out, fsdp splits it"
     )
-  groups = [group for group in optimizer.groups if isinstance(group, dict)]
-  names = dict.fromkeys([optimizer.name, *(one["name"] for one in groups if "name" in one)])
-  if others := [name for name in names if not optimizer_row(name).elementwise]:
+  if others := [name for name in names_of(optimizer) if not optimizer_row(name).elementwise]:
     yield (
       f"{key} with {' and '.join(others)}: it may exchange matrices between all devices, or take "
       f"gradients elsewhere; take one of "

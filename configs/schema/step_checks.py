@@ -8,6 +8,7 @@ from configs.keys import table
 from configs.keys.training import TRAINING
 from configs.schema.data_checks import parts
 from configs.schema.model_checks import divisors, listed
+from configs.schema.optimizer_checks import names_of
 from runtime import rematerialization
 from runtime.extensions import kind_of_model
 from runtime.layer_kinds import QUANTIZED, QUANTIZED_BLOCK, alike, stack_of
@@ -178,9 +179,7 @@ def on_the_device(keys: ConfigDict) -> Iterator[str]:
   Args:
     keys: the config's section `optimizer`.
   """
-  groups = [group for group in keys.groups if isinstance(group, dict)]
-  names = [keys.name, *(group["name"] for group in groups if "name" in group)]
-  if others := [name for name in dict.fromkeys(names) if not optimizer_row(name).elementwise]:
+  if others := [name for name in names_of(keys) if not optimizer_row(name).elementwise]:
     yield (
       f"layers are updated one by one, and {' and '.join(others)} may need whole arrays; it is for "
       f"{', '.join(optimizers_with(lambda row: row.elementwise))}"

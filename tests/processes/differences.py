@@ -62,7 +62,6 @@ def _other_rows(folder: pathlib.Path) -> dict[str, Any]:
   """Makes another `digits` of the same version, as another release of scikit-learn makes it."""
   data, default = folder / "data", "~/tensorflow_datasets"
   real = pathlib.Path(os.environ.get("TFDS_DATA_DIR", default)).expanduser()
-  shutil.copytree(real / "digits", data / "digits")
   [kind] = (real / "prepared" / "text").glob("bytes-image-label-*")
   shutil.copytree(
     kind, data / "prepared" / "text" / kind.name, ignore=shutil.ignore_patterns("*.lock")
