@@ -1,5 +1,6 @@
 """Filling the store: by several processes, resumed after a kill, nothing half-written taken."""
 
+import contextlib
 import errno
 import json
 import os
@@ -58,9 +59,12 @@ def range_of(found):
 
 
 def children():
-  """Returns the worker processes."""
-  found = psutil.Process().children(recursive=True)
-  return [one for one in found if "input_pipeline.text.worker" in one.cmdline()]
+  """Returns the worker processes, without those that have been killed."""
+  found = []
+  for one in psutil.Process().children(recursive=True):
+    with contextlib.suppress(psutil.NoSuchProcess):  # so also of a zombie
+      found += [one] if "input_pipeline.text.worker" in one.cmdline() else []
+  return found
 
 
 def test_documents_are_those_of_the_files_in_their_order(corpus, tmp_path):
