@@ -1,6 +1,7 @@
 """Files that change while they are read: refused with the numbers, and nothing of them stored."""
 
 import os
+import re
 import shutil
 import time
 import types
@@ -124,6 +125,8 @@ def test_a_change_is_refused_and_nothing_of_the_file_is_stored(
   with pytest.raises(files.ChangedError, match=said) as error:
     preparation.prepare(data, data.files, tick=tick)
   assert str(error.value).startswith("the files were changed while they were being read: ")
+  states = re.findall(STATE, str(error.value))
+  assert len({*states}) == len(states), "what it was and what it is differ"
   assert f"{folder}/" in str(error.value)
   assert "; run again when they are complete" in str(error.value)
   kept = (moment == "after its shard") + (change is add)
