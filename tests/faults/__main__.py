@@ -10,7 +10,6 @@ Exit codes: 0 all trials passed; 1 some failed; 2 bad usage.
 """
 
 import argparse
-import inspect
 import pathlib
 import shutil
 import sys
@@ -19,9 +18,8 @@ import time
 import traceback
 from collections.abc import Sequence
 
-from tests.faults import report
-from tests.faults.plan import ROWS, Row, Trial
-from tests.faults.trying import last_lines
+from tests.faults import frame, report
+from tests.faults.frame import Row, Trial, last_lines
 
 _CLOCKS = 0.1  # seconds by which the times of files may be behind the clock
 
@@ -35,8 +33,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )
-  numbers = [row.number for row in ROWS]
-  parser.add_argument("--row", type=int, action="append", choices=numbers, help="which; all")
+  plan = {row.number: row for row in frame.rows()}
+  parser.add_argument("--row", type=int, action="append", choices=plan, help="which; all")
   parser.add_argument("--trials", type=int, help="of each row; as planned, an hour at most")
   parser.add_argument("--seed", type=int, default=0, help="the number of the first trial; 0")
   parser.add_argument("--folder", type=pathlib.Path, help="for the runs; a temporary one")
@@ -46,16 +44,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.error(f"--trials={options.trials}: at least 1")
   if options.seed < 0:
     parser.error(f"--seed={options.seed}: at least 0")
-  options.rows = [row for row in ROWS if row.number in (options.row or numbers)]
-  unseeded = [row.number for row in options.rows if not _seeded(row)]
+  options.rows = [row for row in plan.values() if row.number in (options.row or plan)]
+  unseeded = [row.number for row in options.rows if not row.seeded]
   if options.seed and unseeded:
     rows = ", ".join(map(str, unseeded))
     parser.error(f"--seed={options.seed}: the trials of row {rows} have no number to begin with")
   return options
-
-
-def _seeded(row: Row) -> bool:
-  return "seed" in inspect.signature(row.function()).parameters
 
 
 def tell_plan(rows: Sequence[Row], counts: dict[int, int], known: dict[int, report.Result]) -> None:
@@ -73,9 +67,9 @@ def tell_plan(rows: Sequence[Row], counts: dict[int, int], known: dict[int, repo
 def tried(row: Row, count: int, seed: int, folder: pathlib.Path) -> list[Trial]:
   """Makes the trials of a row, telling each as it ends; what the row itself raises is a failure."""
   trials, began = [], time.monotonic()
-  more = {"seed": seed} if _seeded(row) else {}
+  more = {"seed": seed} if row.seeded else {}
   try:
-    for trial in row.function()(count, folder, **more):
+    for trial in row.make(count, folder, **more):
       trials.append(trial)
       _tell(row, trial, len(trials), count, folder)
     failure = "" if trials else "the row has made no trial"

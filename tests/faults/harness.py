@@ -1,6 +1,7 @@
 """Runs of several real processes, disturbed from outside, and what became of them."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 
@@ -17,16 +18,16 @@ from processes.listening import free_port
 from tests.helpers.compiling import FAST
 from tests.helpers.forks import Forks
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
-OUTSIDE = pathlib.Path(__file__).parent / "outside"
-STEPS, EVALUATE_EVERY, SAVE_EVERY = 40, 15, 10
+ROOT = pathlib.Path(__file__).parents[2]
+SITES = pathlib.Path(__file__).parent  # the folders in it with a sitecustomize.py
+STEPS, EVALUATE_EVERY, SAVE_EVERY = 100, 15, 10
 HEARTBEAT_SECONDS = 10
 LEAVING_SECONDS = 3.0  # for helpers to end after their process, on a machine that is busy
 FAMILY_SECONDS = 0.5  # between two looks at who is there
 PATIENCE_SECONDS = 240  # for what takes seconds, on a machine that is busy
 # processes -> sizes of data and tensor; a device each, two where there is one process
 MESHES = {1: (2, 1), 2: (2, 1), 4: (2, 2)}
-SHARED = [
+SHARED = (
   "--config.data.global_batch_size=24",
   f"--config.evaluation.every_steps={EVALUATE_EVERY}",
   "--config.evaluation.steps=5",
@@ -36,8 +37,8 @@ SHARED = [
   f"--config.checkpoint.every_steps={SAVE_EVERY}",
   f"--config.compiler_options={FAST}",
   f"--config.processes.heartbeat_seconds={HEARTBEAT_SECONDS}",
-]
-FLAGS = [
+)
+FLAGS = (
   "--config=configs/dp4_tp2.py",
   "--config.model.layers=1",
   "--config.model.model_size=32",
@@ -46,11 +47,9 @@ FLAGS = [
   "--config.data.evaluation_split=test[:1]",
   "--config.evaluation.sample_tokens=8",
   *SHARED,
-]
+)
 # A classifier, which starts in half the time.
-CLASSIFIER = ["--config=configs/dp4_tp2.py:mlp", "--config.model.model_size=16", *SHARED]
-
-
+CLASSIFIER = ("--config=configs/dp4_tp2.py:mlp", "--config.model.model_size=16", *SHARED)
 # Compiling the last words takes a tenth of the time.
 QUICK = ("--config.evaluation.sample_tokens=0",)
 
@@ -64,15 +63,21 @@ def arguments(
   return [*common, *mesh, f"--config.training.steps={steps}", *flags, f"--workdir={workdir}"]
 
 
+def inherited() -> dict[str, str]:
+  """Returns the variables of a person's shell: main.py itself sets NPROC."""
+  return {key: value for key, value in os.environ.items() if key != "NPROC"}
+
+
 class Run:
   """The processes of a run, from one start on; a context manager that leaves none behind.
 
   Attributes:
     count: how many.
-    steps: that the run makes.
-    workdir: of the run.
+    launcher: whether `processes.launch` has started them.
     port: of the coordinator, where no launcher chooses one.
-    codes: as of Popen, by process; of the launcher alone where one starts them.
+    stalled: the file that stops the reading of one, while it is there.
+    popens: what was started, the launcher alone where one starts them.
+    codes: as of Popen, of each of these.
     ended: when they had these codes, by the monotonic clock.
   """
 
@@ -86,7 +91,7 @@ class Run:
     replacements: int = 0,
     slow: int | None = None,
     steps: int = STEPS,
-    flags: tuple[str, ...] = (),
+    flags: Sequence[str] = (),
     common: Sequence[str] = FLAGS,
     environment: Mapping[str, str] | None = None,
     forks: Forks | None = None,
@@ -110,56 +115,39 @@ class Run:
       within: of each process, the command that starts its own (`nsenter`).
       first_host: where process 0 is, for the others.
     """
-    self.count, self.steps, self.workdir, self.launcher = count, steps, workdir, launcher
+    self.count, self.launcher, self._workdir = count, launcher, workdir
     self.stalled = workdir.with_name(f"{workdir.name}-stalled")
-    self._slow, self._more = slow, environment or {}
     self._family: dict[psutil.Process, None] = {}
     self._looked = 0.0
     told = arguments(workdir, count=count, steps=steps, flags=flags, common=common)
     command = ["main.py", *told]
-    number = len(list(workdir.parent.glob(f"{workdir.name}-*.out")))
     if launcher:
-      before = ["-m", "processes.launch", f"--processes={count}", f"--restarts={restarts}"]
-      before.append(f"--replacements={replacements}")
+      options = {"processes": count, "restarts": restarts, "replacements": replacements}
+      before = ["-m", "processes.launch", *(f"--{name}={n}" for name, n in options.items())]
       command = [*before, "--", sys.executable, *command]
     self.port = free_port()
-    address = f"{first_host}:{self.port}"
     self._outputs, self.popens = [], []
-    self._texts: dict[pathlib.Path, str] = {}  # as of the last look, by output
-    self._sizes: dict[pathlib.Path, int] = {}
+    self._texts: dict[pathlib.Path, tuple[int, str]] = {}  # as of the last look: size and text
+    number = len(list(workdir.parent.glob(f"{workdir.name}-*.out")))
     for index in range(1 if launcher else count):
-      names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-      one = {} if launcher else dict(zip(names, (address, str(count), str(index)), strict=True))
-      one = self._environment() | one
+      one = {**inherited(), "PYTHONUNBUFFERED": "1", "MESHWRIGHT_TOKEN": "the same for a trial"}
+      if not launcher:
+        one["JAX_COORDINATOR_ADDRESS"] = f"{first_host}:{self.port}"
+        one |= {"JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(index)}
+      if slow is not None:
+        one |= {"PYTHONPATH": str(SITES / "outside"), "FAULTS_PROCESS": str(slow)}
+        one["FAULTS_STALL"] = str(self.stalled)
+      one |= environment or {}
       out = workdir.with_name(f"{workdir.name}-{number + index}.out")
       out.touch()
       self._outputs.append(out)
       if forks:
         self.popens.append(forks.start(command, environment=one, out=out))
-        continue
-      with open(out, "wb") as output:
-        self.popens.append(
-          subprocess.Popen(
-            [*(within[index] if within else ()), sys.executable, *command],
-            cwd=ROOT,
-            env=one,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-          )
-        )
+      else:
+        whole = [*(within[index] if within else ()), sys.executable, *command]
+        self.popens.append(started(whole, out, one))
     self.codes: list[int | None] = [None] * len(self.popens)
     self.ended: list[float] = [0.0] * len(self.popens)
-
-  def _environment(self) -> dict[str, str]:
-    environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
-    environment["PYTHONUNBUFFERED"] = "1"
-    environment["MESHWRIGHT_TOKEN"] = "the same for all that a trial starts"  # as of a launcher
-    if self._slow is not None:
-      environment["PYTHONPATH"] = str(OUTSIDE)
-      environment["FAULTS_PROCESS"] = str(self._slow)
-      environment["FAULTS_STALL"] = str(self.stalled)
-    return environment | self._more
 
   def __enter__(self) -> "Run":
     """Returns itself."""
@@ -179,9 +167,9 @@ class Run:
   def text(self) -> str:
     """Returns what was printed so far, process after process; reads only what has grown."""
     for path in self._outputs:
-      if (size := path.stat().st_size) != self._sizes.get(path):
-        self._sizes[path], self._texts[path] = size, path.read_text(errors="replace")
-    return "".join(self._texts.values())
+      if (size := path.stat().st_size) != self._texts.get(path, (-1, ""))[0]:
+        self._texts[path] = size, path.read_text(errors="replace")
+    return "".join(text for _, text in self._texts.values())
 
   def pids(self) -> list[int]:
     """Returns the ids of the processes; those of the launcher's last start."""
@@ -191,7 +179,7 @@ class Run:
     return [int(pid) for pid in found[-1].split(", ")] if found else []
 
   def poll(self) -> bool:
-    """Takes note of what has ended, and of who is there; tells whether all have ended."""
+    """Takes note of what has ended, and of who is there; returns whether all have ended."""
     if time.monotonic() - self._looked > FAMILY_SECONDS:
       self.meet()
     for index, popen in enumerate(self.popens):
@@ -199,35 +187,30 @@ class Run:
         self.codes[index], self.ended[index] = popen.returncode, time.monotonic()
     return None not in self.codes
 
-  def wait_until(self, condition, what: str) -> None:
-    """Waits until the condition holds; fails where all have ended before."""
-    until = time.monotonic() + PATIENCE_SECONDS
+  def until(self, condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> bool:
+    """Waits for a condition, not beyond the end of all; returns whether it holds."""
+    end = time.monotonic() + seconds
     while not condition():
-      assert not self.poll(), f"the run has ended before {what}: {self.codes}\n{self.text()}"
-      assert time.monotonic() < until, f"waited in vain for {what}\n{self.text()}"
+      if self.poll() or time.monotonic() > end:
+        return bool(condition())
       time.sleep(0.005)
+    return True
+
+  def wait_until(self, condition: Callable[[], object], what: str) -> None:
+    """Waits until a condition holds; fails where all have ended before."""
+    assert self.until(condition), f"waited in vain for {what}: {self.codes}\n{self.text()}"
 
   def wait_for(self, text: str, times: int = 1) -> None:
-    """Waits until the text was printed so many times."""
+    """Waits until a text was printed so many times."""
     self.wait_until(lambda: self.text().count(text) >= times, text)
 
-  def said(self, text: str, times: int = 1, seconds: float = PATIENCE_SECONDS) -> bool:
-    """Waits until a text was printed so many times; not beyond the end, nor longer than so.
-
-    Returns whether it was.
-    """
-    until = time.monotonic() + seconds
-    while self.text().count(text) < times:
-      if self.poll() or time.monotonic() > until:
-        return self.text().count(text) >= times
-      time.sleep(0.01)
-    return True
+  def said(self, text: str, times: int = 1) -> bool:
+    """Waits until a text was printed so many times, or to the end; returns whether it was."""
+    return self.until(lambda: self.text().count(text) >= times)
 
   def sleep(self, seconds: float) -> bool:
     """Waits that long, unless all end before; returns whether some still run."""
-    until = time.monotonic() + seconds
-    while not self.poll() and time.monotonic() < until:
-      time.sleep(0.005)
+    self.until(lambda: False, seconds)
     return not self.poll()
 
   def last_line(self) -> str:
@@ -236,20 +219,17 @@ class Run:
     lines = [line for line in text.splitlines() if line.strip() and "peer ranks" not in line]
     return lines[-1][:80] if lines else "nothing is printed yet"
 
-  def end(self, seconds: float = PATIENCE_SECONDS) -> list[int | None]:
-    """Waits for the end of all, not longer than so; returns the codes, None for what still runs."""
-    until = time.monotonic() + seconds
-    while not self.poll() and time.monotonic() < until:
-      time.sleep(0.01)
+  def end(self, indices: Sequence[int] | None = None, seconds: float = PATIENCE_SECONDS) -> list:
+    """Waits for the end of all, or of some; returns the codes, None of what still runs."""
+    some = range(len(self.codes)) if indices is None else indices
+    self.until(lambda: all(self.codes[index] is not None for index in some), seconds)
     return self.codes
 
-  def end_of(self, indices: list[int], seconds: float = PATIENCE_SECONDS) -> None:
-    """Waits for the end of some, not longer than so."""
-    until = time.monotonic() + seconds
-    while not self.poll() and time.monotonic() < until:
-      if all(self.codes[index] is not None for index in indices):
-        return
-      time.sleep(0.01)
+  def ends(self, *codes: int, seconds: float = PATIENCE_SECONDS) -> None:
+    """Waits for the end of all, with one of these codes each and nothing left behind."""
+    self.end(seconds=seconds)
+    assert {*self.codes} <= {*codes}, f"{self.codes}\n{self.text()[-2000:]}"
+    assert self.left_behind() == []
 
   def meet(self) -> None:
     """Takes note of all processes that those of the run have started by now."""
@@ -273,7 +253,7 @@ class Run:
     found = [process for process in self._family if _runs(process)]
     for process in psutil.process_iter(["cmdline", "status"]):
       words = process.info["cmdline"] or []
-      if f"--workdir={self.workdir}" in words and process.info["status"] != psutil.STATUS_ZOMBIE:
+      if f"--workdir={self._workdir}" in words and process.info["status"] != psutil.STATUS_ZOMBIE:
         found.append(process)
     return [*dict.fromkeys(found)]
 
@@ -284,17 +264,61 @@ class Run:
     os.kill(self.pids()[index], number)
     return time.monotonic()
 
-  def stall(self) -> float:
-    """Stops the reading of the slow process; returns when."""
-    self.stalled.touch()
-    return time.monotonic()
-
-  def end_data(self) -> float:
-    """Makes the slow process find no more data; returns when."""
+  def stall(self, text: str = "") -> float:
+    """Stops the reading of the slow process; with the text `end` there is no more. Returns when."""
     whole = self.stalled.with_suffix(".written")
-    whole.write_text("end")
+    whole.write_text(text)
     whole.rename(self.stalled)
     return time.monotonic()
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+  """What a command has ended with."""
+
+  code: int
+  out: str
+  err: str
+
+
+class Commands(Forks):
+  """Command lines of main.py, one after another, each in a fork of a process that has it all."""
+
+  def __init__(self, folder: pathlib.Path):
+    """Starts nothing yet; `folder` gets what commands print."""
+    super().__init__()
+    self._files = folder / "command.out", folder / "command.err"
+
+  def run(self, *arguments: str, **environment: str) -> Answer:
+    """Runs a command, with these variables besides; one that does not end in time fails."""
+    out, err = self._files
+    for file in self._files:
+      file.unlink(missing_ok=True)
+    command, variables = ["main.py", *arguments], inherited() | environment
+    fork = self.start(command, out=out, err=err, environment=variables)
+    try:
+      code = fork.wait(PATIENCE_SECONDS)
+    except subprocess.TimeoutExpired:
+      os.killpg(fork.pid, signal.SIGKILL)
+      raise AssertionError(f"it hangs: {PATIENCE_SECONDS} s have not been enough") from None
+    return Answer(
+      code, *(file.read_bytes().decode(errors="surrogateescape") for file in self._files)
+    )
+
+
+def started(
+  command: Sequence[str], out: pathlib.Path, environment: Mapping[str, str]
+) -> subprocess.Popen:
+  """Starts a command at the root of the tree, which prints to the end of a file."""
+  with open(out, "ab") as output:
+    return subprocess.Popen(
+      command,
+      cwd=ROOT,
+      env=environment,
+      stdin=subprocess.DEVNULL,
+      stdout=output,
+      stderr=subprocess.STDOUT,
+    )
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -305,30 +329,35 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def aborted(code: int | None) -> bool:
-  """Tells whether a process ended as the others of one that has failed do: by itself or by JAX."""
+  """Returns whether a process ended as the others of a failed one do: by itself or by JAX."""
   return code in (1, -signal.SIGABRT)
 
 
 def refused(codes: Sequence[int | None]) -> bool:
-  """Tells whether a run was refused: 2 by whoever saw the reason, 1 by those that were told."""
+  """Returns whether a run was refused: 2 by whoever saw the reason, 1 by those that were told."""
   return 2 in codes and {*codes} <= {1, 2}
 
 
 def named(text: str, index: int) -> bool:
-  """Tells whether somebody has named a process as the one that the others wait for."""
+  """Returns whether somebody has named a process as the one that the others wait for."""
   signs = rf"(behind:|heartbeat from|no answer from) process ([^;]*\), )?{index}\b"
   return re.search(signs, text) is not None
 
 
-def story(workdir: pathlib.Path) -> list[tuple[int, str]]:
-  """Returns (step, its numbers) of each line of metrics.jsonl that has any, [] without one.
+def lines_of(workdir: pathlib.Path) -> list[dict]:
+  """Returns the whole lines of metrics.jsonl, [] without one; the last may be torn by a kill."""
+  path = workdir / "metrics.jsonl"
+  lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+  return [json.loads(line) for line in lines if line.endswith("\n")]
 
-  Of its numbers the text, by names: the same text is the same bits. A last line that a kill has
-  torn is none.
+
+def story(workdir: pathlib.Path) -> list[tuple[int, str]]:
+  """Returns (step, its numbers) of each line of metrics.jsonl that has any.
+
+  Of its numbers the text, by names: the same text is the same bits.
   """
-  path, lines = workdir / "metrics.jsonl", []
-  for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
-    values = json.loads(line) if line.endswith("\n") else {}
+  lines = []
+  for values in lines_of(workdir):
     kept = {k: v for k, v in values.items() if k in ("loss", "grad_norm") or k.startswith("eval")}
     if kept:
       lines.append((values["step"], repr(sorted(kept.items()))))

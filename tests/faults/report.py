@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from tests.docs.pages import write_section
-from tests.faults.plan import ROWS, Row, Trial
+from tests.faults.frame import Row, Trial, rows
 
 DOCS = pathlib.Path(__file__).parent.parent.parent / "docs"
 RESULTS, PAGE = DOCS / "reliability.json", DOCS / "reliability.md"
@@ -118,13 +118,13 @@ def page(results: Mapping[int, Result]) -> str:
   machines = list(dict.fromkeys(results[number].machine for number in sorted(results)))
   heads = "| # | fault | passes when | planned | done | passed | minutes | date | machine |"
   lines = [INTRODUCTION, heads, "|" + " --- |" * 9]
-  lines += [_line(row, results.get(row.number), machines) for row in ROWS]
+  lines += [_line(row, results.get(row.number), machines) for row in rows()]
   if machines:
     lines += ["", "### Machines", ""]
     lines += [f"- {_letter(index)}: {text}" for index, text in enumerate(machines)]
   lines += ["", "### The rows", ""]
-  lines += [f"- Row {row.number}. {row.note}" for row in ROWS if row.note]
-  failed = [(row, results[row.number]) for row in ROWS if _failed(results.get(row.number))]
+  lines += [f"- Row {row.number}. {row.note}" for row in rows() if row.note]
+  failed = [(row, results[row.number]) for row in rows() if _failed(results.get(row.number))]
   if failed:
     lines += ["", "### What failed", ""]
     lines += [f"- Row {row.number}, {text}" for row, found in failed for text in found.failures]

@@ -5,14 +5,13 @@ import os
 import pathlib
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from tests.faults import same
+from tests.faults.frame import Attempt, Pace, row
 from tests.faults.harness import CLASSIFIER, Run, saved, story
 from tests.faults.hosts import ADDRESS, Hosts
-from tests.faults.plan import Trial
 from tests.faults.rows_kills import resumed
-from tests.faults.trying import Attempt, tried
 from training.checkpointing.memory_copies import RUN_ID, SHARED_MEMORY
 
 STEPS = 40
@@ -29,24 +28,9 @@ def flags_of(layout: Sequence[str], count: int, every: int) -> tuple[str, ...]:
   return (*FLAGS, *mesh, *([f"--config.checkpoint.memory_every_steps={every}"] if every else []))
 
 
-class Clean:
-  """Runs that nothing disturbs, one for each layout and number of processes."""
-
-  def __init__(self, folder: pathlib.Path):
-    """Runs nothing yet."""
-    self._folder, self._records = folder, {}
-
-  def of(self, layout: Sequence[str], count: int) -> same.Record:
-    """Returns what one has left, without a checkpoint in memory."""
-    if (layout, count) not in self._records:
-      workdir = self._folder / f"undisturbed-{len(self._records)}" / "run"
-      shutil.rmtree(workdir.parent, ignore_errors=True)
-      workdir.parent.mkdir(parents=True)
-      flags = flags_of(layout, count, 0)
-      with Run(workdir, count=count, steps=STEPS, flags=flags, common=CLASSIFIER) as run:
-        assert set(run.end()) == {0}, run.text()
-      self._records[layout, count] = same.record(workdir)
-    return self._records[layout, count]
+def clean_of(attempt: Attempt, layout: Sequence[str], count: int) -> Pace:
+  """Returns a run that nothing disturbs, without a checkpoint in memory."""
+  return attempt.clean(count, flags_of(layout, count, 0), steps=STEPS, common=CLASSIFIER)
 
 
 def memory_of(workdir: pathlib.Path) -> pathlib.Path:
@@ -57,103 +41,116 @@ def memory_of(workdir: pathlib.Path) -> pathlib.Path:
 # ------------------------------ processes of one host ------------------------------
 
 
-def row_34(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
+@row(
+  34,
+  fault="checkpoints in memory: SIGKILL of one or two of 2 or 4 processes of a host, at any step; "
+  "their copies stay, one's is lost, or all are",
+  passes="resumes from the newest step in memory, or from storage where all copies are lost; at "
+  "most two intervals of memory made again; Same; no copy is left",
+  trials=48,
+  seconds=40,
+  note="Shards that one process has and its peer a copy of, and replicas, in turn.",
+)
+def processes_of_one_host(attempt: Attempt) -> None:
   """Kills processes at any step; in turn their copies stay, are lost, or are all lost."""
-  clean = Clean(folder)
-
-  def one(attempt: Attempt) -> None:
-    chance, number = attempt.chance, attempt.number
-    layout = (SHARDED, REPLICATED)[number % 2]
-    count, every = (4, 2)[number % 3 > 0], chance.choice((1, 1, 2, 3))
-    killed = sorted(chance.sample(range(count), 2 if number % 4 == 3 else 1))
-    lost = ((), killed[:1], range(count))[number // 2 % 3]
-    # Of two processes neither has a copy of its own that the other one's does not replace.
-    attempt.does = (
-      f"{count} processes, {'sharded' if layout is SHARDED else 'replicated'}, saved every {every} "
-      f"steps, killed: {killed}, copies lost of: {[*lost]}"
-    )
-    step, workdir, flags = chance.randrange(4, STEPS - 3), attempt.workdir, ()
-    flags = flags_of(layout, count, every)
-    settings = {"count": count, "launcher": True, "restarts": 1, "steps": STEPS, "flags": flags}
-    with Run(workdir, **settings, common=CLASSIFIER) as run:
-      run.wait_for(f"step {step}/")
-      pids = run.pids()
-      for index in killed:
-        with contextlib.suppress(ProcessLookupError):
-          os.kill(pids[index], signal.SIGKILL)
-      for index in lost:
-        shutil.rmtree(memory_of(workdir) / f"process-{index}", ignore_errors=True)
-      run.wait_for("launch: restart 1 of")
-      stored, done = max(saved(workdir), default=0), max(at for at, _ in story(workdir))
-      assert run.end() == [0], run.text()
-      at = resumed(run.text().partition("launch: restart 1 of")[2])
-    attempt.seen.append(f"{done - at} of {done} steps made again")
-    assert at >= (stored if len(lost) == count else done - 2 * every), f"{at}, {done}, {stored}"
-    assert at == stored or len(lost) != count, f"{at} is in no memory"
-    assert not memory_of(workdir).exists(), "copies are left"
-    same.check(workdir, clean.of(layout, count))
-
-  return tried(34, range(seed, seed + trials), folder, one)
+  chance, number = attempt.chance, attempt.number
+  layout = (SHARDED, REPLICATED)[number % 2]
+  count, every = (4, 2)[number % 3 > 0], chance.choice((1, 1, 2, 3))
+  killed = sorted(chance.sample(range(count), 2 if number % 4 == 3 else 1))
+  lost = ((), killed[:1], range(count))[number // 2 % 3]
+  # Of two processes neither has a copy of its own that the other one's does not replace.
+  attempt.does = (
+    f"{count} processes, {'sharded' if layout is SHARDED else 'replicated'}, saved every {every} "
+    f"steps, killed: {killed}, copies lost of: {[*lost]}"
+  )
+  step, workdir, flags = chance.randrange(4, STEPS - 3), attempt.workdir, ()
+  flags = flags_of(layout, count, every)
+  settings = {"count": count, "launcher": True, "restarts": 1, "steps": STEPS, "flags": flags}
+  with Run(workdir, **settings, common=CLASSIFIER) as run:
+    run.wait_for(f"step {step}/")
+    pids = run.pids()
+    for index in killed:
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(pids[index], signal.SIGKILL)
+    for index in lost:
+      shutil.rmtree(memory_of(workdir) / f"process-{index}", ignore_errors=True)
+    run.wait_for("launch: restart 1 of")
+    stored, done = max(saved(workdir), default=0), story(workdir)[-1][0]
+    assert run.end() == [0], run.text()
+    at = resumed(run.text().partition("launch: restart 1 of")[2])
+  attempt.seen.append(f"{done - at} of {done} steps made again")
+  assert at >= (stored if len(lost) == count else done - 2 * every), f"{at}, {done}, {stored}"
+  assert at == stored or len(lost) != count, f"{at} is in no memory"
+  assert not memory_of(workdir).exists(), "copies are left"
+  same.check(workdir, clean_of(attempt, layout, count).record)
 
 
 # ------------------------------ hosts ------------------------------
 
 
-def row_35(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
+@row(
+  35,
+  fault="checkpoints in memory of 2 hosts: one is replaced by an empty one, both are, a bit of a "
+  "copy changes, there is no space for any",
+  passes="resumes from memory by what the other host sends; from storage; from an intact copy; "
+  "the run continues with a message, and resumes from storage. Same; no copy is left",
+  trials=24,
+  seconds=60,
+  note="Hosts are namespaces with a name and a /dev/shm of their own, which takes root. 4 "
+  "processes, sharded over all.",
+)
+def hosts_are_lost(attempt: Attempt) -> None:
   """Takes hosts with all they have away, changes a bit of a copy, or leaves no space for any."""
-  clean = Clean(folder)
   what = (one_host_lost, a_bit_changed, hosts_lost, no_space)
-
-  def one(attempt: Attempt) -> None:
-    disturb = what[attempt.number % len(what)]
-    attempt.does = f"4 processes on 2 hosts: {disturb.__doc__.partition('.')[0]}"
-    size = "16k" if disturb is no_space else "64m"
-    flags, pair = flags_of(SHARDED, 4, attempt.chance.choice((1, 2))), (0, 0, 1, 1)
-    step = attempt.chance.randrange(STORED_EVERY + 2, STEPS - 3)
-    with Hosts(attempt.folder / "hosts", 2, size) as hosts:
-      within = [hosts.entered(host) for host in pair]
-      settings = {"count": 4, "steps": STEPS, "flags": flags, "common": CLASSIFIER}
-      with Run(attempt.workdir, **settings, within=within) as run:
-        run.wait_for(f"step {step}/")
-        for popen in run.popens:
-          popen.kill()
-        run.end()
-        assert run.left_behind() == []
-        at_kill = run.text()
-      stored, done = (
-        max(saved(attempt.workdir), default=0),
-        max(at for at, _ in story(attempt.workdir)),
-      )
-      from_memory = disturb(attempt, hosts)
-      with Run(attempt.workdir, **settings, within=within) as run:
-        assert set(run.end()) == {0}, run.text()
-        at = resumed(run.text())
-        assert disturb is not one_host_lost or "from another process" in run.text(), run.text()
-        assert ("is given up" in at_kill) == (disturb is no_space), at_kill
-      left = [hosts.shell(host, "find /dev/shm -type f") for host in range(2)]
-    attempt.seen.append(f"{done - at} of {done} steps made again")
-    assert at >= done - 4 if from_memory else at == stored, f"{at}, {done}, {stored}"
-    assert not any(left), left
-    same.check(attempt.workdir, clean.of(SHARDED, 4))
-
-  return tried(35, range(seed, seed + trials), folder, one)
+  disturb = what[attempt.number % len(what)]
+  attempt.does = f"4 processes on 2 hosts: {disturb.__doc__.partition('.')[0]}"
+  size = "16k" if disturb is no_space else "64m"
+  flags, pair = flags_of(SHARDED, 4, attempt.chance.choice((1, 2))), (0, 0, 1, 1)
+  step = attempt.chance.randrange(STORED_EVERY + 2, STEPS - 3)
+  with Hosts(attempt.folder / "hosts", 2, size) as hosts:
+    within = [hosts.entered(host) for host in pair]
+    settings = {"count": 4, "steps": STEPS, "flags": flags, "common": CLASSIFIER}
+    with Run(attempt.workdir, **settings, within=within) as run:
+      run.wait_for(f"step {step}/")
+      for popen in run.popens:
+        popen.kill()
+      run.end()
+      assert run.left_behind() == []
+      at_kill = run.text()
+    stored, done = max(saved(attempt.workdir), default=0), story(attempt.workdir)[-1][0]
+    from_memory = disturb(attempt, hosts)
+    with Run(attempt.workdir, **settings, within=within) as run:
+      run.ends(0)
+      at = resumed(run.text())
+      assert disturb is not one_host_lost or "from another process" in run.text(), run.text()
+      assert ("is given up" in at_kill) == (disturb is no_space), at_kill
+    left = [hosts.shell(host, "find /dev/shm -type f") for host in range(2)]
+  attempt.seen.append(f"{done - at} of {done} steps made again")
+  assert at >= done - 4 if from_memory else at == stored, f"{at}, {done}, {stored}"
+  assert not any(left), left
+  same.check(attempt.workdir, clean_of(attempt, SHARDED, 4).record)
 
 
-def row_36(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
+@row(
+  36,
+  fault="checkpoints in memory: SIGSTOP of one of 4 processes; the network between two hosts is "
+  "cut",
+  passes="the launcher kills the stopped one and names it; all end within 60 s of the cut; they "
+  "resume from memory; at most two steps made again; Same",
+  trials=12,
+  seconds=60,
+  note="Hosts are namespaces with networks of their own, which takes root.",
+)
+def stopped_or_cut(attempt: Attempt) -> None:
   """Stops a process by SIGSTOP under the launcher; cuts the network between two hosts."""
-  clean = Clean(folder)
-
-  def one(attempt: Attempt) -> None:
-    step = attempt.chance.randrange(STORED_EVERY + 2, STEPS - 5)
-    act = stopped if attempt.number % 2 == 0 else partitioned
-    attempt.does = f"{act.__doc__.partition('.')[0]}, after step {step}"
-    done, text = act(attempt, step)
-    at = resumed(text)
-    attempt.seen.append(f"{done - at} of {done} steps made again")
-    assert at >= done - 2, f"{at}, {done}"
-    same.check(attempt.workdir, clean.of(SHARDED, 4))
-
-  return tried(36, range(seed, seed + trials), folder, one)
+  step = attempt.chance.randrange(STORED_EVERY + 2, STEPS - 5)
+  act = stopped if attempt.number % 2 == 0 else partitioned
+  attempt.does = f"{act.__doc__.partition('.')[0]}, after step {step}"
+  done, text = act(attempt, step)
+  at = resumed(text)
+  attempt.seen.append(f"{done - at} of {done} steps made again")
+  assert at >= done - 2, f"{at}, {done}"
+  same.check(attempt.workdir, clean_of(attempt, SHARDED, 4).record)
 
 
 def stopped(attempt: Attempt, step: int) -> tuple[int, str]:
@@ -165,10 +162,9 @@ def stopped(attempt: Attempt, step: int) -> tuple[int, str]:
     index = attempt.chance.randrange(4)
     run.signal(index, signal.SIGSTOP)
     run.wait_for("launch: restart 1 of")
-    done = max(at for at, _ in story(attempt.workdir))
+    done = story(attempt.workdir)[-1][0]
     assert f"launch: process {index} is stopped (SIGSTOP); killed" in run.text(), run.text()
-    assert run.end() == [0], run.text()
-    assert run.left_behind() == []
+    run.ends(0)
     return done, run.text().partition("launch: restart 1 of")[2]
 
 
@@ -186,10 +182,10 @@ def partitioned(attempt: Attempt, step: int) -> tuple[int, str]:
       assert None not in run.codes, f"within 60 s: {run.codes}"
       assert 0 not in run.codes, run.text()
       assert run.left_behind() == []
-    done = max(at for at, _ in story(attempt.workdir))
+    done = story(attempt.workdir)[-1][0]
     hosts.link("up")
     with Run(attempt.workdir, **given) as run:
-      assert set(run.end()) == {0}, run.text()
+      run.ends(0)
       return done, run.text()
 
 

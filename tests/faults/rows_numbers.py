@@ -4,28 +4,23 @@ import collections
 import contextlib
 import functools
 import hashlib
-import json
 import os
-import pathlib
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
-import tensorstore as ts
 
 from configs import base
 from input_pipeline.batches import TrainingBatches
 from input_pipeline.row_source import open_source
 from tests.faults import same
-from tests.faults.harness import HEARTBEAT_SECONDS, Run, saved
-from tests.faults.plan import Trial
-from tests.faults.trying import Attempt, tried
+from tests.faults.frame import Attempt, row
+from tests.faults.harness import HEARTBEAT_SECONDS, SITES, Run, lines_of, saved
 from tests.helpers.compiling import FAST
 from training.splits import read_as
 
-SPOILING = pathlib.Path(__file__).parent / "spoiling"
 STEPS, BATCH, WINDOW, EVERY = 60, 24, 6, 15
 COMMON = (
   "--config=configs/dp4_tp2.py:mlp",
@@ -54,63 +49,71 @@ PLAIN = (
 TOO_LARGE = "-1e15"
 
 
-def row_14(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
+@row(
+  14,
+  fault="NaN gradients; a loss 10,000 times too large",
+  passes="never checkpointed; roll back and skip gives the same run as one that skips those "
+  "batches",
+  trials=30,
+  seconds=30,
+)
+def bad_steps(attempt: Attempt) -> None:
   """Spoils rows of one or two batches, every other time with a SIGKILL in between.
 
   Two of three trials give NaN gradients, the third a loss that is far too large.
   """
-
-  def one(attempt: Attempt) -> None:
-    number, chance = attempt.number, attempt.chance
-    huge, killed = number % 3 == 2, number % 2 == 1
-    count = 4 if number % 5 == 4 else 2
-    # A loss is held against others once there are some.
-    bad = sorted(chance.sample(range(2 * WINDOW if huge else 0, STEPS), chance.choice((1, 2))))
-    what = "a huge loss" if huge else "NaN gradients"
-    batches = " and ".join(map(str, bad))
-    attempt.does = f"{count} processes, {what} in batch {batches}{', a SIGKILL' if killed else ''}"
-    # A loss is not large where the label of a row is guessed all the same: so there are some.
-    rows = {batch: chance.sample(range(BATCH), 6 if huge else 1) for batch in bad}
-    environment = _spoiled(rows, "-1e8" if huge else "inf")
-    with mock.patch.dict(os.environ, environment):
-      made = _gone_back(attempt, count, len(bad), killed, GOING_BACK)
-      ranges = [rows for line in made for rows in line["skipped_rows"]]
-      assert not any(end % BATCH for rows in ranges for end in rows)
-      skipped = sorted(row // BATCH for rows in ranges for row in range(*rows, BATCH))
-      assert set(bad) <= set(skipped)
-      for line in made:
-        _check_why(line["why"], huge)
-      _told(attempt, count, skipped)
-    _check_same(attempt)
-
-  return tried(14, range(seed, seed + trials), folder, one)
+  number, chance = attempt.number, attempt.chance
+  huge, killed = number % 3 == 2, number % 2 == 1
+  count = 4 if number % 5 == 4 else 2
+  # A loss is held against others once there are some.
+  bad = sorted(chance.sample(range(2 * WINDOW if huge else 0, STEPS), chance.choice((1, 2))))
+  what = "a huge loss" if huge else "NaN gradients"
+  batches = " and ".join(map(str, bad))
+  attempt.does = f"{count} processes, {what} in batch {batches}{', a SIGKILL' if killed else ''}"
+  # A loss is not large where the label of a row is guessed all the same: so there are some.
+  rows = {batch: chance.sample(range(BATCH), 6 if huge else 1) for batch in bad}
+  environment = _spoiled(rows, "-1e8" if huge else "inf")
+  with mock.patch.dict(os.environ, environment):
+    made = _gone_back(attempt, count, len(bad), killed, GOING_BACK)
+    ranges = [rows for line in made for rows in line["skipped_rows"]]
+    assert not any(end % BATCH for rows in ranges for end in rows)
+    skipped = sorted(row // BATCH for rows in ranges for row in range(*rows, BATCH))
+    assert set(bad) <= set(skipped)
+    for line in made:
+      _check_why(line["why"], huge)
+    _told(attempt, count, skipped)
+  _check_same(attempt)
 
 
-def row_30(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
+@row(
+  30,
+  fault="an evaluation that gives NaN or infinity after a step with finite numbers",
+  passes="never checkpointed; roll back and skip gives the same run as one that skips those "
+  "batches",
+  trials=20,
+  seconds=30,
+)
+def bad_evaluations(attempt: Attempt) -> None:
   """Spoils rows of the batch before an evaluation, or before two; every other time a SIGKILL."""
-
-  def one(attempt: Attempt) -> None:
-    number, chance = attempt.number, attempt.chance
-    killed, count = number % 2 == 1, 4 if number % 5 == 4 else 2
-    evaluated = sorted(chance.sample(range(EVERY, STEPS + 1, EVERY), chance.choice((1, 2))))
-    # Each batch that is skipped moves those behind it by a step.
-    bad = [step - 1 + before for before, step in enumerate(evaluated)]
-    steps = " and ".join(map(str, evaluated))
-    kill = ", a SIGKILL" if killed else ""
-    attempt.does = f"{count} processes, bad evaluations after step {steps}{kill}"
-    # Several rows: one whose label happens to be predicted all the same has no gradient.
-    environment = _spoiled({batch: chance.sample(range(BATCH), 6) for batch in bad}, TOO_LARGE)
-    with mock.patch.dict(os.environ, environment):
-      flags = ("--config.training.on_bad_step=roll_back", *PLAIN)
-      made = _gone_back(attempt, count, len(bad), killed, flags)
-      assert [line["rolled_back"] for line in made] == evaluated
-      assert [line["step"] for line in made] == [step - same.SAVE_EVERY for step in evaluated]
-      for line in made:
-        assert line["why"] in ("eval_loss is nan", "eval_loss is inf"), line["why"]
-      _told(attempt, count, bad, PLAIN)
-    _check_same(attempt)
-
-  return tried(30, range(seed, seed + trials), folder, one)
+  number, chance = attempt.number, attempt.chance
+  killed, count = number % 2 == 1, 4 if number % 5 == 4 else 2
+  evaluated = sorted(chance.sample(range(EVERY, STEPS + 1, EVERY), chance.choice((1, 2))))
+  # Each batch that is skipped moves those behind it by a step.
+  bad = [step - 1 + before for before, step in enumerate(evaluated)]
+  steps = " and ".join(map(str, evaluated))
+  kill = ", a SIGKILL" if killed else ""
+  attempt.does = f"{count} processes, bad evaluations after step {steps}{kill}"
+  # Several rows: one whose label happens to be predicted all the same has no gradient.
+  environment = _spoiled({batch: chance.sample(range(BATCH), 6) for batch in bad}, TOO_LARGE)
+  with mock.patch.dict(os.environ, environment):
+    flags = ("--config.training.on_bad_step=roll_back", *PLAIN)
+    made = _gone_back(attempt, count, len(bad), killed, flags)
+    assert [line["rolled_back"] for line in made] == evaluated
+    assert [line["step"] for line in made] == [step - same.SAVE_EVERY for step in evaluated]
+    for line in made:
+      assert line["why"] in ("eval_loss is nan", "eval_loss is inf"), line["why"]
+    _told(attempt, count, bad, PLAIN)
+  _check_same(attempt)
 
 
 def _check_why(why: str, huge: bool) -> None:
@@ -140,14 +143,14 @@ def _gone_back(
       run.wait_for(f"step {attempt.chance.randrange(1, STEPS)}/")
       with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
         run.signal(attempt.chance.randrange(count), signal.SIGKILL)
-    assert run.end() == [0], run.codes
+    run.ends(0)
     attempt.seen.append(f"{run.text().count('launch: restart')} restarts")
-  lines = map(json.loads, (attempt.workdir / "metrics.jsonl").read_text().splitlines())
-  made = [line for line in lines if "rolled_back" in line]
+  made = [line for line in lines_of(attempt.workdir) if "rolled_back" in line]
   attempt.seen.append(f"went back {[(line['rolled_back'], line['step']) for line in made]}")
   assert len(made) == times
   for step in saved(attempt.workdir):
-    _check_finite(attempt.workdir / "checkpoints" / str(step))
+    for name, array in same.arrays(attempt.workdir / "checkpoints" / str(step)).items():
+      assert np.isfinite(array).all(), f"step {step}: {name} is not finite"
   return made
 
 
@@ -156,16 +159,7 @@ def _told(attempt: Attempt, count: int, skipped: list[int], flags: Sequence[str]
   told = f"--config.data.skip_batches=({','.join(map(str, skipped))},)"
   settings = {"count": count, "launcher": True, "steps": STEPS, "common": COMMON}
   with Run(attempt.folder / "told", **settings, flags=(*same.KEPT, *flags, told)) as run:
-    assert run.end() == [0], run.codes
-
-
-def _check_finite(checkpoint: pathlib.Path) -> None:
-  """Reads the arrays of a checkpoint without the project."""
-  state = {"driver": "ocdbt", "base": f"file://{(checkpoint / 'state').resolve()}"}
-  keys = [key.decode() for key in ts.KvStore.open(state).result().list().result()]
-  for name in [key.removesuffix("/.zarray") for key in keys if key.endswith("/.zarray")]:
-    array = ts.open({"driver": "zarr", "kvstore": state, "path": name}).result().read().result()
-    assert np.isfinite(array).all(), f"step {checkpoint.name}: {name} is not finite"
+    run.ends(0)
 
 
 # ------------------------------ the data ------------------------------
@@ -174,8 +168,7 @@ def _check_finite(checkpoint: pathlib.Path) -> None:
 def _spoiled(rows: dict[int, list[int]], factor: str) -> dict[str, str]:
   """Returns the variables that multiply rows by a factor: batch -> which of its rows."""
   found = [f"{_digests()[batch][row]}:{factor}" for batch in rows for row in rows[batch]]
-  path = f"{SPOILING}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
-  return {"PYTHONPATH": path, "FAULTS_ROWS": ",".join(found)}
+  return {"PYTHONPATH": str(SITES / "spoiling"), "FAULTS_ROWS": ",".join(found)}
 
 
 @functools.cache

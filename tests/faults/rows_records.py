@@ -2,14 +2,11 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import re
 import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -18,9 +15,8 @@ from configs import base
 from input_pipeline import batches, row_source, store, tfds_documents
 from input_pipeline.source import Source
 from tests.faults import same
-from tests.faults.harness import FLAGS, MESHES, ROOT, Run, refused, saved
-from tests.faults.plan import Trial
-from tests.faults.trying import Attempt, tried
+from tests.faults.frame import Attempt, row
+from tests.faults.harness import FLAGS, MESHES, Run, inherited, refused, saved, started
 from tests.input_pipeline.damage import flip
 from tests.input_pipeline.writing import write
 
@@ -33,33 +29,36 @@ REFUSED = 2
 PATIENT_SECONDS = 600  # for a whole run, on a machine that is busy
 
 
-def row_13(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
+@row(
+  13,
+  fault="100 bad records of 10,000; then 6 % bad",
+  passes="exactly those 100 get weight 0 and are listed, all other rows stay where they were; "
+  "stops above the limit (5 %)",
+  trials=8,
+  seconds=30,
+)
+def bad_records(attempt: Attempt) -> None:
   """Damages records on disk: 100 of 10,000, then 600 where 500 are allowed for."""
-  whole = _data_set(folder / "whole")
-
-  def one(attempt: Attempt) -> None:
-    turn = attempt.number % 8
-    count = 4 if turn == 1 else 2
-    bad = sorted(attempt.chance.sample(range(ROWS), FEW if turn < TRIALS_WITH_FEW else MANY))
-    data_dir = pathlib.Path(shutil.copytree(whole, attempt.folder / "data"))
-    attempt.does = f"{len(bad)} rows of {ROWS}, a bit of each flipped; {count} processes"
-    fault = Fault(attempt, data_dir, count, bad)
-    if turn >= TRIALS_WITH_FEW:
-      fault.damage(bad)
-      _stops(fault)
-      return
-    if turn == 3:
-      _one_goes_bad_in_the_run(fault)
-    else:
-      fault.damage(bad)
-      _refused_without_the_key(fault)
-      if turn % 2 == 0:
-        _killed(fault)
-    _goes_on_without(fault)
-    wanted = _by_construction(attempt.folder / "wanted", whole, bad, count)
-    same.check(attempt.workdir, wanted)
-
-  yield from tried(13, range(seed, seed + trials), folder, one)
+  whole, turn = attempt.once(_data_set), attempt.number % 8
+  count = 4 if turn == 1 else 2
+  bad = sorted(attempt.chance.sample(range(ROWS), FEW if turn < TRIALS_WITH_FEW else MANY))
+  data_dir = pathlib.Path(shutil.copytree(whole, attempt.folder / "data"))
+  attempt.does = f"{len(bad)} rows of {ROWS}, a bit of each flipped; {count} processes"
+  fault = Fault(attempt, data_dir, count, bad)
+  if turn >= TRIALS_WITH_FEW:
+    fault.damage(bad)
+    _stops(fault)
+    return
+  if turn == 3:
+    _one_goes_bad_in_the_run(fault)
+  else:
+    fault.damage(bad)
+    _refused_without_the_key(fault)
+    if turn % 2 == 0:
+      _killed(fault)
+  _goes_on_without(fault)
+  wanted = _by_construction(attempt.folder / "wanted", whole, bad, count)
+  same.check(attempt.workdir, wanted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +91,7 @@ class Fault:
 
   def ended(self, run: Run, code: int) -> str:
     """Waits for the end of all with this code; returns what they have said, without a traceback."""
-    codes = run.end(PATIENT_SECONDS)
+    codes = run.end(seconds=PATIENT_SECONDS)
     ended_so = refused(codes) if code == REFUSED else {*codes} == {code}
     assert ended_so, f"{codes}: {run.last_line()}"
     assert "Traceback" not in run.text(), "one message, and no traceback"
@@ -189,7 +188,6 @@ def _data_set(folder: pathlib.Path) -> pathlib.Path:
     split: [{"text": noise.integers(1, 256, size, np.uint8).tobytes()} for size in sizes]
     for split, sizes in splits.items()
   }
-  folder.mkdir(parents=True)
   write(folder, "noise", {"text": tfds.features.Text()}, examples)
   assert len(_source(folder)) == ROWS
   return folder
@@ -224,16 +222,6 @@ def _by_construction(
     *(*FLAGS, f"--config.mesh.data={data}", f"--config.mesh.tensor={tensor}"),
     *(f"--config.training.steps={STEPS}", *_flags(whole), f"--workdir={folder / 'run'}"),
   ]
-  environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
-  with open(folder / "run-0.out", "wb") as output:
-    subprocess.run(
-      command,
-      cwd=ROOT,
-      env=environment | {"WEIGHTLESS": json.dumps(bad)},
-      stdin=subprocess.DEVNULL,
-      stdout=output,
-      stderr=subprocess.STDOUT,
-      timeout=PATIENT_SECONDS,
-      check=True,
-    )
+  environment = inherited() | {"WEIGHTLESS": json.dumps(bad)}
+  assert started(command, folder / "run-0.out", environment).wait(PATIENT_SECONDS) == 0
   return same.record(folder / "run")

@@ -6,48 +6,53 @@ import os
 import pathlib
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import psutil
 
 from input_pipeline import store
-from tests.faults.plan import Trial
-from tests.faults.trying import Attempt, tried
+from tests.faults.frame import Attempt, row
+from tests.faults.harness import inherited, started
 
-ROOT = pathlib.Path(__file__).parents[2]
 FILES, DOCUMENTS, MOST_KILLS = 5, 8000, 3
 LIMIT_SECONDS = 120.0  # of a preparation, on a machine that is busy
 WORKER = "input_pipeline.text.worker"
 
 
-def row_31(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
+@row(
+  31,
+  fault="SIGKILL while text is prepared, one to three times in a row: of the command, or of one "
+  "of its worker processes",
+  passes="complete shards stay and the same command continues; the store is that of an "
+  "undisturbed preparation to the byte; no worker outlives the command",
+  trials=30,
+  seconds=12,
+)
+def killed_preparation(attempt: Attempt) -> None:
   """Kills preparations a few times each; the store must become that of an undisturbed one."""
+  corpus, wanted, span = attempt.once(_undisturbed)
+  data_dir = attempt.folder / "data"
+  for _ in range(attempt.chance.randint(1, MOST_KILLS)):
+    kill_one(attempt, Preparation(corpus, data_dir), span)
+  last = Preparation(corpus, data_dir)
+  assert last.end() == 0, last.said()
+  assert contents(data_dir) == wanted, "the store differs from an undisturbed one"
+
+
+def _undisturbed(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, str], float]:
+  """Makes a corpus; returns it, its store, and the seconds from the first shard to the end."""
   corpus = folder / "corpus"
-  corpus.mkdir(parents=True)
+  corpus.mkdir()
   for number in range(FILES):
     texts = (f"{number} {i} " * (1 + i % 9) for i in range(DOCUMENTS * (1 + number % 2)))
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (corpus / f"{number}.jsonl").write_text(lines)
+  preparation = Preparation(corpus, folder / "data")
+  preparation.wait_for_a_shard()
   began = time.monotonic()
-  undisturbed = Preparation(corpus, folder / "undisturbed")
-  undisturbed.wait_for_a_shard()
-  first = time.monotonic() - began
-  assert undisturbed.end() == 0, undisturbed.said()
-  span = time.monotonic() - began - first
-  wanted = contents(undisturbed.data_dir)
-
-  def one(attempt: Attempt) -> None:
-    data_dir = attempt.folder / "data"
-    for _ in range(attempt.chance.randint(1, MOST_KILLS)):
-      kill_one(attempt, Preparation(corpus, data_dir), span)
-    last = Preparation(corpus, data_dir)
-    assert last.end() == 0, last.said()
-    assert contents(data_dir) == wanted, "the store differs from an undisturbed one"
-
-  yield from tried(31, range(seed, seed + trials), folder, one)
+  assert preparation.end() == 0, preparation.said()
+  return corpus, contents(preparation.data_dir), time.monotonic() - began
 
 
 class Preparation:
@@ -66,11 +71,8 @@ class Preparation:
       "--config=configs/single.py:model=lm,data=text",
     ]
     command += [f"--config.data.{key}={value}" for key, value in flags.items()]
-    with self._output.open("wb") as output:
-      environment = {**os.environ, "TFDS_DATA_DIR": str(data_dir)}
-      self.process = subprocess.Popen(
-        command, cwd=ROOT, stdout=output, stderr=output, env=environment
-      )
+    self._output.unlink(missing_ok=True)
+    self.process = started(command, self._output, inherited() | {"TFDS_DATA_DIR": str(data_dir)})
 
   def wait_for_a_shard(self) -> None:
     """Waits until something is written, or the command has ended."""
@@ -103,10 +105,8 @@ def kill_one(attempt: Attempt, preparation: Preparation, span: float) -> None:
   workers = preparation.workers()
   of_command = not workers or attempt.chance.random() < 0.5
   victim = preparation.process.pid if of_command else attempt.chance.choice(workers).pid
-  done = {
-    path.parent.name
-    for path in preparation.data_dir.glob(f"prepared/*/*/*[0-9a-f]/{store.MANIFEST}")
-  }
+  shards = f"prepared/*/*/*[0-9a-f]/{store.MANIFEST}"
+  done = {path.parent.name for path in preparation.data_dir.glob(shards)}
   attempt.does += f"{'command' if of_command else 'worker'} killed with {len(done)} shards; "
   try:
     os.kill(victim, signal.SIGKILL)
@@ -123,10 +123,7 @@ def kill_one(attempt: Attempt, preparation: Preparation, span: float) -> None:
     assert re.fullmatch(message, preparation.said()), preparation.said()
   else:
     assert code in (0, -signal.SIGKILL), (code, preparation.said())
-  left = {
-    path.parent.name
-    for path in preparation.data_dir.glob(f"prepared/*/*/*[0-9a-f]/{store.MANIFEST}")
-  }
+  left = {path.parent.name for path in preparation.data_dir.glob(shards)}
   assert done <= left, "a complete shard is gone"
 
 

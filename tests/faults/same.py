@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import pathlib
 
+import numpy as np
 import tensorstore as ts
 
 from tests.faults.harness import saved, story
@@ -43,16 +44,24 @@ def record(workdir: pathlib.Path) -> Record:
   return Record(story(workdir), {step: digests(folder / str(step)) for step in sorted(kept)})
 
 
-def digests(checkpoint: pathlib.Path) -> dict[str, str]:
-  """Returns name -> SHA-256 of dtype, shape and bytes of each array, read without the project."""
+def arrays(checkpoint: pathlib.Path) -> dict[str, np.ndarray]:
+  """Returns name -> each array of a checkpoint, read without the project."""
   state = {"driver": "ocdbt", "base": f"file://{(checkpoint / 'state').resolve()}"}
   keys = [key.decode() for key in ts.KvStore.open(state).result().list().result()]
-  found = {}
-  for name in sorted(key.removesuffix("/.zarray") for key in keys if key.endswith("/.zarray")):
-    array = ts.open({"driver": "zarr", "kvstore": state, "path": name}).result().read().result()
-    header = f"{array.dtype} {array.shape} ".encode()
-    found[name] = hashlib.sha256(header + array.tobytes()).hexdigest()
-  return found
+  names = sorted(key.removesuffix("/.zarray") for key in keys if key.endswith("/.zarray"))
+  specs = [{"driver": "zarr", "kvstore": state, "path": name} for name in names]
+  return {n: ts.open(s).result().read().result() for n, s in zip(names, specs, strict=True)}
+
+
+def digest(array: np.ndarray) -> str:
+  """Returns the SHA-256 of an array's dtype, shape and bytes."""
+  header = f"{array.dtype} {array.shape} ".encode()
+  return hashlib.sha256(header + array.tobytes()).hexdigest()
+
+
+def digests(checkpoint: pathlib.Path) -> dict[str, str]:
+  """Returns name -> digest of each array of a checkpoint."""
+  return {name: digest(array) for name, array in arrays(checkpoint).items()}
 
 
 def difference(found: Record, expected: Record) -> str:
@@ -65,11 +74,11 @@ def difference(found: Record, expected: Record) -> str:
       return f"metrics.jsonl: {ours} instead of {theirs}"
   if len(found.lines) != len(expected.lines):
     return f"metrics.jsonl: {len(found.lines)} lines instead of {len(expected.lines)}"
-  for step, arrays in expected.arrays.items():
+  for step, wanted in expected.arrays.items():
     if step not in found.arrays:
       return f"no checkpoint of step {step}, only of {', '.join(map(str, found.arrays))}"
-    for name in sorted({*arrays, *found.arrays[step]}):
-      if arrays.get(name) != found.arrays[step].get(name):
+    for name in sorted({*wanted, *found.arrays[step]}):
+      if wanted.get(name) != found.arrays[step].get(name):
         return f"step {step}: {name} has other bits"
   return ""
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.faults import memory, rows_silent
+from tests.faults.frame import Attempt
 from tests.faults.harness import Run
-from tests.faults.trying import Attempt
 
 # Holds an array where numpy puts it, and a copy that is not near; prints an element when asked.
 HOLDER = """

@@ -1,9 +1,9 @@
-"""The harness itself: what it tells, keeps and writes, and that it finds what differs."""
+"""The frame itself: what it tells, keeps and writes, and that it finds what differs."""
 
 import dataclasses
+import functools
 import json
 import os
-import pathlib
 
 import numpy as np
 import pytest
@@ -11,76 +11,68 @@ import tensorstore as ts
 
 from tests.docs.pages import section
 from tests.faults import __main__ as command
-from tests.faults import plan, report, rows_kills, same
+from tests.faults import frame, report, rows_kills, same
+from tests.faults.frame import Attempt, Pace, Trial, tried
 from tests.faults.opening import Opening
-from tests.faults.plan import ROWS, Row, Trial
-from tests.faults.trying import Attempt, Pace, Undisturbed, tried
 
-# ------------------------------ the plan ------------------------------
-
-
-def test_the_rows_of_the_plan_are_in_order_and_each_is_tried():
-  numbers = [row.number for row in ROWS]
-  assert numbers == sorted({*numbers})
-  assert {*range(1, 21)} <= {*numbers}
-  assert all(callable(row.function()) for row in ROWS)
-
-
-def test_a_row_that_would_take_longer_than_an_hour_runs_with_fewer_trials():
-  row = dataclasses.replace(ROWS[0], trials=70, usual=None)
-  assert row.default(seconds=10) == 70
-  assert row.default(seconds=100) == 36
-  assert row.default(seconds=10_000) == 1
-  assert dataclasses.replace(row, trials=10, usual=19).default(seconds=10) == 19
-
+ROWS = frame.rows()
 
 # ------------------------------ a row ------------------------------
+
+
+def test_the_rows_of_the_plan_are_in_order_and_a_long_one_has_fewer_trials():
+  assert [row.number for row in ROWS] == [*range(1, 37)]
+  assert all(row.seconds > 0 and row.trials > 0 for row in ROWS)
+  row = dataclasses.replace(ROWS[0], trials=70, usual=None)
+  assert [row.default(seconds) for seconds in (10, 100, 10_000)] == [70, 36, 1]
+  assert dataclasses.replace(row, trials=10, usual=19).default(seconds=10) == 19
+  known = report.result([Trial("", True, "", 10.0), Trial("", True, "", 20.0)], 0)
+  assert report.seconds_each(row, {}) == row.seconds
+  assert report.seconds_each(row, {1: known}) == 15.0
 
 
 def even_ones_pass(attempt: Attempt) -> None:
   """Fails where the number is odd."""
   attempt.does = f"{attempt.chance.random()}"
   attempt.seen.append("seen on the way")
+  before = attempt.once(printed_long_before)
   (attempt.folder / "run.out").write_text(f"printed by trial {attempt.number}\n")
+  assert attempt.once(printed_long_before) is before
   if attempt.number == 3:
     raise OSError("gone")
   assert attempt.number % 2 == 0, "it is odd"
 
 
-def row_4(trials: int, folder: pathlib.Path, seed: int = 0):
-  """A row as the plan's, of which every other trial fails."""
+def printed_long_before(folder) -> list:
+  """Makes what the trials share."""
   before = folder / "undisturbed.out"
-  before.parent.mkdir(parents=True, exist_ok=True)
   before.write_text("printed long before\n")
   os.utime(before, (1, 1))
-  return tried(4, range(seed, seed + trials), folder, even_ones_pass)
+  return []
 
 
-def row_5(trials: int, folder: pathlib.Path) -> list[Trial]:
+def at_the_end(trials: int, folder) -> list[Trial]:
   """A row that gives its trials at the end, and whose trials have no numbers."""
   return [Trial(f"one of {trials}", True, "", 0.5)]
 
 
-def row_6(trials: int, folder: pathlib.Path) -> list[Trial]:
+def cannot_begin(trials: int, folder) -> list[Trial]:
   """A row that cannot even begin, or that does nothing where one trial is asked for."""
   if trials == 1:
     return []
   raise RuntimeError("no disk")
 
 
-def test_trials_are_distinguished_and_can_be_repeated(tmp_path):
-  trials = list(row_4(4, tmp_path / "a"))
+def test_trials_are_distinguished_and_one_that_fails_says_where_and_keeps_its_folder(tmp_path):
+  trials = [*tried(even_ones_pass, 4, 4, tmp_path / "a")]
+  _, odd, _, gone = trials
   assert [trial.passed for trial in trials] == [True, False, True, False]
   assert len({trial.name for trial in trials}) == 4
-  [again] = row_4(1, tmp_path / "b", seed=2)
+  [again] = tried(even_ones_pass, 4, 1, tmp_path / "b", seed=2)
   assert again.name == trials[2].name
-
-
-def test_a_trial_that_fails_says_where_and_keeps_its_folder(tmp_path):
-  _, odd, _, gone = row_4(4, tmp_path)
   assert 'assert attempt.number % 2 == 0, "it is odd" | it is odd; seen on the way' in odd.note
   assert "OSError: gone" in gone.note
-  assert sorted(path.name for path in tmp_path.glob("trial-*")) == ["trial-1", "trial-3"]
+  assert sorted(path.name for path in tmp_path.glob("a/trial-*")) == ["trial-1", "trial-3"]
 
 
 # ------------------------------ moments ------------------------------
@@ -116,14 +108,13 @@ class Ended:
 
 @pytest.fixture
 def one_killed(monkeypatch, tmp_path):
-  """Returns a function that kills a process of an `Ended`, and the paces that moments come from."""
-  clean = Undisturbed(tmp_path)
-  clean._paces[2] = Pace(same.Record([], {}), first_step=100.0, end=200.0)
+  """Returns a function that kills a process of an `Ended`, and the pace that moments come from."""
+  clean = Pace(tmp_path, same.Record([], {}), first_step=100.0, end=200.0)
 
   def kill(**of_run) -> bool:
     monkeypatch.setattr(rows_kills, "Run", lambda *arguments, **options: Ended(**of_run))
     attempt = Attempt(1, 0, tmp_path / "trial")
-    return rows_kills._one_killed(attempt, clean, attempt.workdir, 2, 1, late=True)
+    return rows_kills.kill_one(attempt, clean, attempt.workdir, 2, 1, late=True)
 
   return kill, clean
 
@@ -131,74 +122,62 @@ def one_killed(monkeypatch, tmp_path):
 def test_a_process_that_ends_just_before_its_signal_is_no_failure(one_killed):
   kill, clean = one_killed
   assert not kill(codes=[0], looks_alive=True)
-  assert clean.of(2).end == 200
+  assert clean.end == 200
 
 
 def test_moments_follow_runs_that_end_sooner(one_killed):
   kill, clean = one_killed
   assert not kill(codes=[0], looks_alive=False)
-  assert clean.of(2).end < 1
-  assert clean.of(2).first_step == pytest.approx(clean.of(2).end / 2)
-  clean.ended(2, 300.0, [0, 0])
-  assert clean.of(2).end < 1, "never later"
+  assert clean.end < 1
+  assert clean.first_step == pytest.approx(clean.end / 2)
+  clean.saw_end(300.0, [0, 0])
+  assert clean.end < 1, "never later"
 
 
-@pytest.mark.parametrize("looks_alive", [True, False])
-def test_a_run_that_fails_by_itself_is_no_run_that_has_ended_too_soon(one_killed, looks_alive):
+@pytest.mark.parametrize(
+  ("run", "message"),
+  [
+    ({"codes": [1], "looks_alive": True}, r"\[1\]"),
+    ({"codes": [1], "looks_alive": False}, r"\[1\]"),
+    ({"codes": [0], "looks_alive": False, "printed": "launch: restart 1 of 2\n"}, "by itself"),
+  ],
+)
+def test_a_run_that_fails_by_itself_is_no_run_that_has_ended_too_soon(one_killed, run, message):
   kill, clean = one_killed
-  with pytest.raises(AssertionError, match=r"\[1\]"):
-    kill(codes=[1], looks_alive=looks_alive)
-  assert clean.of(2).end == 200
+  with pytest.raises(AssertionError, match=message):
+    kill(**run)
+  assert clean.end == 200
 
 
-def test_nor_is_one_that_was_started_again(one_killed):
-  kill, _ = one_killed
-  with pytest.raises(AssertionError, match="failed by itself"):
-    kill(codes=[0], looks_alive=False, printed="launch: restart 1 of 2\n")
-
-
-# ------------------------------ the command ------------------------------
+# ------------------------------ the command, and the report ------------------------------
 
 
 @pytest.fixture
-def rows(monkeypatch):
-  """Makes the plan one of the rows above; returns their numbers."""
-  functions = {4: row_4, 5: row_5, 6: row_6}
-  of_plan = [dataclasses.replace(ROWS[number - 1], trials=2, usual=None) for number in functions]
-  monkeypatch.setattr(command, "ROWS", of_plan)
-  monkeypatch.setattr(report, "ROWS", of_plan)
-  monkeypatch.setattr(Row, "function", lambda row: functions[row.number])
-  return list(functions)
-
-
-@pytest.fixture
-def files(monkeypatch, tmp_path):
-  """Lets results be written elsewhere; returns the JSON file and the page."""
+def run(monkeypatch, tmp_path):
+  """Returns the command, for a plan of the three rows above and other files to write to."""
+  made = {4: functools.partial(tried, even_ones_pass, 4), 5: at_the_end, 6: cannot_begin}
+  rows = [dataclasses.replace(ROWS[n - 1], trials=2, usual=None, make=made[n]) for n in made]
+  monkeypatch.setattr(frame, "rows", lambda: rows)
+  monkeypatch.setattr(report, "rows", lambda: rows)
   monkeypatch.setattr(report, "RESULTS", tmp_path / "results.json")
   monkeypatch.setattr(report, "PAGE", tmp_path / "page.md")
   report.PAGE.write_text("# A page\n\n## Faults that were tried on real runs\n")
-  return report.RESULTS, report.PAGE
+  runs = iter(range(99))
+  return lambda *arguments: command.main([f"--folder={tmp_path / str(next(runs))}", *arguments])
 
 
-def run(tmp_path, *arguments: str) -> int:
-  return command.main([f"--folder={tmp_path / 'runs'}", *arguments])
-
-
-def test_the_exit_code_shows_whether_all_passed(rows, files, tmp_path, capsys):
-  assert run(tmp_path, "--row=5") == 0
-  assert run(tmp_path, "--row=4", "--trials=1") == 0
-  assert run(tmp_path, "--row=4", "--trials=2") == 1
+def test_the_exit_code_shows_whether_all_passed(run, tmp_path, capsys):
+  assert run("--row=5") == 0
+  assert run("--row=4", "--trials=1") == 0
+  assert run("--row=4", "--trials=2") == 1
   said = capsys.readouterr().out
   assert "printed by trial 1" in said
   assert "printed long before" not in said
-  assert (tmp_path / "runs" / "row-4" / "trial-1").is_dir()
-  assert not files[0].exists(), "nothing is written without --write"
-
-
-def test_a_row_that_cannot_begin_or_does_nothing_has_failed(rows, files, tmp_path, capsys):
-  assert run(tmp_path, "--row=6") == 1
+  assert (tmp_path / "2" / "row-4" / "trial-1").is_dir()
+  assert not report.RESULTS.exists(), "nothing is written without --write"
+  assert run("--row=6") == 1
   assert "RuntimeError: no disk" in capsys.readouterr().out
-  assert run(tmp_path / "again", "--row=6", "--trials=1") == 1
+  assert run("--row=6", "--trials=1") == 1
   assert "the row has made no trial" in capsys.readouterr().out
 
 
@@ -211,21 +190,17 @@ def test_a_row_that_cannot_begin_or_does_nothing_has_failed(rows, files, tmp_pat
     (["--rows=5"], "unrecognized arguments"),
   ],
 )
-def test_bad_usage_is_refused(rows, tmp_path, capsys, arguments, message):
+def test_bad_usage_is_refused(run, capsys, arguments, message):
   with pytest.raises(SystemExit, match="2"):
-    run(tmp_path, *arguments)
+    run(*arguments)
   assert message in capsys.readouterr().err
 
 
-# ------------------------------ the report ------------------------------
-
-
-def test_results_of_rows_that_were_run_before_stay(rows, files, tmp_path):
-  run(tmp_path, "--row=5", "--trials=3", "--write")
-  page = files[1].read_text()
-  assert "| 2 | not run |" in page
-  run(tmp_path, "--row=4", "--seed=1", "--trials=2", "--write")
-  results, page = json.loads(files[0].read_text()), files[1].read_text()
+def test_results_of_rows_that_were_run_before_stay(run):
+  run("--row=5", "--trials=3", "--write")
+  assert "| 2 | not run |" in report.PAGE.read_text()
+  run("--row=4", "--seed=1", "--trials=2", "--write")
+  results, page = json.loads(report.RESULTS.read_text()), report.PAGE.read_text()
   assert set(results) == {"4", "5"}
   assert (results["4"]["done"], results["4"]["passed"], results["4"]["seed"]) == (2, 1, 1)
   lines = {line.split(" | ")[0]: line for line in page.splitlines() if line.startswith("| ")}
@@ -241,37 +216,22 @@ def test_the_page_is_what_the_results_say():
   assert section(report.PAGE.read_text(), heading) == report.page(report.read())
 
 
-def test_what_a_row_took_is_what_it_will_take():
-  row = ROWS[0]
-  known = report.result([Trial("", True, "", 10.0), Trial("", True, "", 20.0)], 0)
-  assert report.seconds_each(row, {}) == row.seconds
-  assert report.seconds_each(row, {1: known}) == 15.0
-
-
 # ------------------------------ what is the same ------------------------------
-
-
-def checkpoint(folder: pathlib.Path, **arrays: np.ndarray) -> pathlib.Path:
-  """Writes arrays as a checkpoint has them."""
-  state = {"driver": "ocdbt", "base": f"file://{folder / 'state'}"}
-  for name, array in arrays.items():
-    spec = {"driver": "zarr", "kvstore": state, "path": name}
-    spec["metadata"] = {"shape": list(array.shape), "dtype": array.dtype.str}
-    ts.open(spec, create=True).result().write(array).result()
-  return folder
 
 
 def test_digests_tell_a_bit_a_shape_and_a_dtype(tmp_path):
   array = np.arange(6, dtype=np.float32)
   bit = array.copy()
   bit.view(np.uint32)[4] ^= 1
-  variants = [array, bit, array.reshape(2, 3), array.view(np.int32)]
-  found = [
-    same.digests(checkpoint(tmp_path / str(index), weights=variant))["weights"]
-    for index, variant in enumerate(variants)
-  ]
-  assert len(set(found)) == len(variants)
-  assert same.digests(checkpoint(tmp_path / "again", weights=array)) == {"weights": found[0]}
+  found = []
+  for index, one in enumerate([array, bit, array.reshape(2, 3), array.view(np.int32), array]):
+    state = {"driver": "ocdbt", "base": f"file://{tmp_path / str(index) / 'state'}"}
+    spec = {"driver": "zarr", "kvstore": state, "path": "weights"}
+    spec["metadata"] = {"shape": list(one.shape), "dtype": one.dtype.str}
+    ts.open(spec, create=True).result().write(one).result()
+    found.append(same.digests(tmp_path / str(index))["weights"])
+  assert len({*found}) == 4
+  assert found[4] == found[0]
 
 
 def test_differences_are_found():
@@ -301,7 +261,3 @@ def test_opening_a_file_is_noticed(tmp_path):
     file.read_text()
     assert opening.seen()
     assert not opening.seen()
-
-
-def test_seconds_of_the_plan_are_positive():
-  assert all(row.seconds > 0 and row.trials > 0 for row in plan.ROWS)
