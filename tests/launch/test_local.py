@@ -216,23 +216,18 @@ def test_a_stopped_process_is_killed_and_named(launch):
   assert not runs(stopped)
 
 
-def test_clean_ends_may_be_apart(launch):
-  launcher = launch("if index: time.sleep(1)\nprint('done')", "--grace_seconds=0")
-  assert launcher.end() == 0
-  assert launcher.out == "[0] done\n[1] done\n"
-
-
-@pytest.mark.parametrize(("last", "code"), [("sys.exit(75)", 75), ("sys.exit(1)", 1)])
-def test_who_saved_waits_for_the_others(launch, last, code):
-  launcher = launch(f"if index == 0: sys.exit(75)\ntime.sleep(0.5); {last}")
-  assert launcher.end() == code
-  assert "process 0 ended: exit code 75" in launcher.err
-
-
-def test_who_saved_does_not_wait_without_end(launch):
-  launcher = launch("if index == 0: sys.exit(75)\ntime.sleep(100)", "--grace_seconds=0.5")
-  assert launcher.end() == 75
-  assert "process 1 still runs: SIGTERM" in launcher.err
+def test_ends_may_be_apart_as_far_as_the_grace(launch):
+  done = launch("if index: time.sleep(0.5)\nprint('done')", "--grace_seconds=0")
+  first = "if index == 0: sys.exit(75)\n"
+  saved = {code: launch(f"{first}time.sleep(0.5); sys.exit({code})") for code in (75, 1)}
+  endless = launch(f"{first}time.sleep(100)", "--grace_seconds=0.5")
+  assert done.end() == 0
+  assert done.out == "[0] done\n[1] done\n"
+  for code, launcher in saved.items():
+    assert launcher.end() == code
+    assert "process 0 ended: exit code 75" in launcher.err
+  assert endless.end() == 75
+  assert "process 1 still runs: SIGTERM" in endless.err
 
 
 # ---- When it is asked to stop
@@ -259,12 +254,13 @@ def test_a_signal_is_passed_on_as_sigterm_and_nothing_restarts(launch):
     assert "failed" not in launcher.err
 
 
-def test_processes_that_do_not_save_give_the_signal_as_code(launch):
-  launcher = launch(SLEEP)
-  launcher.wait_for(*UP)
-  launcher.popen.send_signal(signal.SIGINT)
-  assert launcher.end() == 143
-  assert "failed" not in launcher.err
+def test_processes_that_do_not_save_or_fail_meanwhile_give_the_code(launch):
+  started = {143: launch(SLEEP), 1: launch("on_sigterm(75 if index else 1)\n" + SLEEP)}
+  for code, launcher in started.items():
+    launcher.wait_for(*UP)
+    launcher.popen.send_signal(signal.SIGINT)
+    assert launcher.end() == code
+    assert ("failed" in launcher.err) == (code == 1)
 
 
 def test_after_the_grace_it_kills(launch):
@@ -290,13 +286,6 @@ def test_a_second_ctrl_c_kills(launch):
   launcher.popen.send_signal(signal.SIGINT)
   assert launcher.end() == 130
   assert "Ctrl-C: no more waiting" in launcher.err
-
-
-def test_a_death_while_stopping_is_the_code(launch):
-  launcher = launch("on_sigterm(75 if index else 1)\n" + SLEEP)
-  launcher.wait_for(*UP)
-  launcher.popen.terminate()
-  assert launcher.end() == 1
 
 
 def test_nohup_is_respected(launch):
@@ -329,17 +318,12 @@ def test_it_restarts_what_a_restart_may_help(launch):
 
 
 def test_it_does_not_restart_what_a_restart_cannot_help(launch):
-  started = {code: launch(f"sys.exit({code})", "--restarts=3") for code in (0, 2, 3)}
+  # Only the process that refuses ends with 2; the others, with 1, may be first.
+  ends = {0: "sys.exit(0)", 2: "time.sleep(0.5 * index); sys.exit(1 + index)", 3: "sys.exit(3)"}
+  started = {code: launch(end, "--restarts=3") for code, end in ends.items()}
   for code, launcher in started.items():
     assert launcher.end() == code
     assert "restart" not in launcher.err
-
-
-def test_a_process_notified_of_a_refusal_does_not_hide_it(launch):
-  # Only the process that refuses ends with 2; the others, with 1, may be first.
-  launcher = launch("time.sleep(0.5 * index); sys.exit(1 + index)", "--restarts=3")
-  assert launcher.end() == 2
-  assert "restart" not in launcher.err
 
 
 def test_restarts_end_with_success(launch):
@@ -392,12 +376,11 @@ def test_what_cannot_be_started_is_code_2(launch, tmp_path):
   assert launcher.err == f"launch: {script}: Exec format error\n"
 
 
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
-def test_what_the_system_cannot_start_now_is_started_again(number):
-  # No process id, memory or file is left; the second start succeeds.
+def test_what_the_system_cannot_start_now_is_started_again():
+  # No memory is left; the second start succeeds.
   code = f"""
 from processes.launch import __main__ as launcher_code
-real, failures = launcher_code.subprocess.Popen, [OSError({number}, "none is left")]
+real, failures = launcher_code.subprocess.Popen, [OSError({errno.ENOMEM}, "none is left")]
 def popen(command, **options):
   if command == ["true"] and failures:
     raise failures.pop()
@@ -436,26 +419,19 @@ print("stayed", ignored, sum(name.startswith(f"up-{index}-") for name in os.list
 
 
 def test_a_process_that_a_signal_has_ended_is_replaced_and_the_others_stay(launch):
-  launcher = launch(DIES, "--replacements=2")
+  launcher, fewer = launch(DIES, "--replacements=2"), launch(DIES, "--replacements=1")
+  failing = launch("sys.exit(index)", "--replacements=2")
   assert launcher.end() == 0
   assert sorted(launcher.out.splitlines()) == ["[0] stayed True 1", "[1] stayed True 3"]
   for number in (1, 2):
     text = f"process 1 ended: signal SIGKILL (9); replacement {number} of 2"
     assert text in launcher.err
   assert "restart" not in launcher.err
-
-
-def test_without_a_replacement_left_the_run_ends(launch):
-  launcher = launch(DIES, "--replacements=1")
-  assert launcher.end() == 128 + signal.SIGKILL
-  assert "launch: not replaced (--replacements=1)" in launcher.err
-  assert "process 1 failed first: signal SIGKILL (9)" in launcher.err
-
-
-def test_a_process_that_fails_by_itself_is_not_replaced(launch):
-  launcher = launch("sys.exit(index)", "--replacements=2")
-  assert launcher.end() == 1
-  assert "replacement" not in launcher.err
+  assert fewer.end() == 128 + signal.SIGKILL
+  assert "launch: not replaced (--replacements=1)" in fewer.err
+  assert "process 1 failed first: signal SIGKILL (9)" in fewer.err
+  assert failing.end() == 1, "a process that fails by itself is not replaced"
+  assert "replacement" not in failing.err
 
 
 # ---- Fewer processes
@@ -483,18 +459,12 @@ if count == 3:
 """
 
 
-@pytest.mark.parametrize("signals", [True, False])
-def test_an_elastic_run_goes_on_with_fewer_processes_and_grows_again(launch, signals):
-  options = [f"--return_seconds={0 if signals else 1}", "--processes=4"]
-  launcher = launch(ELASTIC, *options)
-  if signals:
-    launcher.wait_for("[2] of 3 4")
-    time.sleep(1)  # without a signal it stays as it is
-    assert launcher.popen.poll() is None
-    launcher.popen.send_signal(signal.SIGUSR2)
+def test_an_elastic_run_goes_on_with_fewer_processes_and_grows_again(launch):
+  """After some time; tests/processes/test_elastic.py asks for it by a signal."""
+  launcher = launch(ELASTIC, "--return_seconds=1", "--processes=4")
   assert launcher.end() == 0
-  after = "on SIGUSR2" if signals else "after 1 s (--return_seconds) or on SIGUSR2"
   said = [line.removeprefix("launch: ") for line in launcher.err.splitlines()]
+  after = "after 1 s (--return_seconds) or on SIGUSR2"
   assert f"goes on with 3 of 4 processes; with all {after}" in said
   assert "failed first: signal SIGTERM" not in launcher.err
   assert "all 4 processes can run again: SIGTERM, to save" in said
@@ -505,8 +475,8 @@ def test_an_elastic_run_goes_on_with_fewer_processes_and_grows_again(launch, sig
 
 def test_a_run_that_fits_no_smaller_number_is_restarted_or_ends(launch):
   dies = "os.kill(os.getpid(), signal.SIGKILL) if index else time.sleep(100)"
-  for told in ("", "os.write(int(os.environ['MESHWRIGHT_FITTING_TO']), b'\\n')\n"):
-    launcher = launch(f"{told}{COUNT}\nif not count: {dies}", "--restarts=1")
+  told = ("", "os.write(int(os.environ['MESHWRIGHT_FITTING_TO']), b'\\n')\n")
+  for launcher in [launch(f"{one}{COUNT}\nif not count: {dies}", "--restarts=1") for one in told]:
     assert launcher.end() == 0
     assert "launch: restart 1 of 1\n" in launcher.err
     assert "goes on with" not in launcher.err

@@ -14,15 +14,8 @@ import psutil
 import pytest
 
 from tests.helpers.compiling import FAST
-from tests.processes import elastic
 from tests.processes.command_lines import losses
 from tests.processes.starting import ROOT
-
-
-@pytest.mark.faults
-def test_four_then_three_then_two_then_four_processes(well, tmp_path):
-  elastic.check(well, tmp_path, 0)
-
 
 STEPS, DIES, GROWS, SECONDS = 24, 8, 15, 240
 TINY = [

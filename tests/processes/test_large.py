@@ -11,8 +11,8 @@ SCRIPT = pathlib.Path(__file__).parent / "large.py"
 @pytest.mark.parametrize(
   "cases",
   [
-    ["1x1", "1x24"],
-    pytest.param(["1x15", "1x16", "1x17", "1x64", "2x20"], marks=pytest.mark.faults),
+    ["1x17"],
+    pytest.param(["1x1", "1x15", "1x16", "1x64", "2x20"], marks=pytest.mark.faults),
   ],
 )
 def test_right_numbers_of_large_chunks_in_time(well, cases):

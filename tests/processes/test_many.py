@@ -4,7 +4,6 @@ import json
 import re
 import resource
 import socket
-import threading
 import time
 
 import pytest
@@ -40,73 +39,26 @@ def connected(port: int) -> socket.socket:
       time.sleep(0.01)
 
 
-def reports(connection: socket.socket, count: int, index: int) -> None:
-  """Says who it is, as process `index` does."""
-  own = {"index": index, "count": count, "host": "h", "pid": index, "refused": ""}
-  connection.sendall(tokens.line(TOKEN.encode(), rendezvous.HELLO, json.dumps(own)))
-
-
-def answered(connection: socket.socket) -> tuple[dict, int]:
-  """Returns the answer, and how many bytes it takes; closes the connection."""
-  received = connection.recv(2**16)
-  connection.close()
-  return json.loads(tokens.split_line(received)[1]), len(received)
-
-
-def meet(count: int, *, missing: int = 0, silent: int = 0, seconds: float = 60.0):
-  """Lets processes meet of which the last `missing` do not come, beside so many that are silent.
-
-  Returns what process 0 has raised or returned, and the others' answers and their bytes.
-  """
-  port, answers, sizes = free_port(), [], []
-
-  def others():
-    strangers = [connected(port) for _ in range(silent)]
-    members = {index: connected(port) for index in range(1, count - missing)}
-    for index, member in members.items():
-      reports(member, count, index)
-    for member in members.values():
-      answer, size = answered(member)
-      answers.append(answer)
-      sizes.append(size)
-    for stranger in strangers:
-      stranger.close()
-
-  first: list = []
-
-  def process_0():
-    try:
-      first.append(call(port, count, 0, seconds=seconds))
-    except rendezvous.RollCallError as error:
-      first.append(error)
-
-  thread = threading.Thread(target=process_0)
-  thread.start()
-  others()
-  thread.join()
-  return first[0], answers, sizes
-
-
 @pytest.mark.usefixtures("_many_files")
 def test_thousands_meet_beside_some_that_say_nothing():
-  count = 4096
-  result, answers, _ = meet(count, silent=50)
+  port, count = free_port(), 1500
+
+  def others():
+    strangers = [connected(port) for _ in range(50)]
+    members = [connected(port) for _ in range(1, count)]
+    for index, member in enumerate(members, 1):
+      own = {"index": index, "count": count, "host": "h", "pid": index, "refused": ""}
+      member.sendall(tokens.line(TOKEN.encode(), rendezvous.HELLO, json.dumps(own)))
+    answers = [json.loads(tokens.split_line(member.recv(2**16))[1]) for member in members]
+    for one in (*members, *strangers):
+      one.close()
+    return answers
+
+  result, answers = together(lambda: call(port, count, 0, seconds=60.0), others)
   assert isinstance(result, bytes), result
   assert len(answers) == count - 1
   assert {answer["error"] for answer in answers} == {""}
   assert len({answer["run"] for answer in answers}) == 1
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("_many_files")
-def test_what_is_sent_to_each_does_not_grow_with_their_number():
-  result, answers, sizes = meet(1300, missing=5, seconds=4.0)
-  assert isinstance(result, rendezvous.MissingError)
-  assert "1295 of 1300 processes connected" in str(result)
-  assert "missing: 1295-1299; connected: 0 (" in str(result)
-  assert str(result).endswith(" and 1,279 more")
-  assert max(sizes) < 2000, "bytes"
-  assert {answer["error"] for answer in answers} == {str(result)}
 
 
 def test_missing_ones_are_named_as_ranges():

@@ -79,12 +79,3 @@ def test_one_builds_a_data_set_and_the_other_waits(well, tmp_path):
   assert list(losses(tmp_path / "run")) == [1, 2, 3]
   assert len(list(data.glob("prepared/text/*/digits-*/shard.json"))) == 2
   assert not list(data.rglob("*incomplete*"))
-
-
-@pytest.mark.faults
-def test_four_build_a_data_set_of_text(well, tmp_path):
-  from tests.processes.test_parity import LM
-
-  data = tmp_path / "data"
-  well(4, *LM, f"--workdir={tmp_path / 'run'}", f"--config.data.data_dir={data}")
-  assert list(losses(tmp_path / "run")) == [1, 2, 3]

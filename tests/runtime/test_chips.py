@@ -20,7 +20,9 @@ def device(kind):
     ("TPU v6 lite", "v6e", 918),
     ("NVIDIA A100-SXM4-80GB", "a100", 312),
     ("NVIDIA H100 80GB HBM3", "h100", 989.5),
+    ("NVIDIA H100 PCIe", "h100-pcie", 756.5),
     ("NVIDIA H200", "h200", 989.5),
+    ("NVIDIA GH200 480GB", "gh200", 989.5),
     ("NVIDIA B200", "b200", 2250),
     ("NVIDIA GeForce RTX 4090", "rtx4090", 165.2),
     ("NVIDIA RTX A6000", "a6000", 154.8),
@@ -81,7 +83,7 @@ def test_8_bit_matmuls_are_faster_where_the_data_sheets_say_so():
 
 
 def test_of_other_names_no_peak_is_known():
-  for kind in ("cpu", "NVIDIA H100", "NVIDIA H200 SOMETHING", "tpu v99"):
+  for kind in ("cpu", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "TPU v5 lite pod"):
     assert chips.known(device(kind)) is None
     assert chips.peak_flops(device(kind)) is None
 

@@ -11,7 +11,7 @@ import types
 import jax
 import pytest
 
-from runtime import chips, devices
+from runtime import devices
 
 MESH = {"data": 4, "tensor": 2}
 
@@ -78,20 +78,15 @@ def test_the_share_of_a_gpus_memory_is_as_given(monkeypatch, given):
 
 
 @pytest.mark.parametrize("processes", [1, 4])
-def test_a_million_simulated_devices_are_refused_before_any_are_made(monkeypatch, processes):
-  monkeypatch.setattr(devices, "_simulate", lambda count, _: pytest.fail(f"makes {count} devices"))
-  with pytest.raises(ValueError, match="asks for 1000000 simulated devices") as refusal:
-    devices.start({"data": 1000, "tensor": 1000}, simulate=True, processes=processes)
-  for text in ("data=1000 x tensor=1000", "at most 2048", "at least 489 processes", "--topology"):
-    assert text in str(refusal.value)
-
-
-@pytest.mark.parametrize("processes", [1, 4])
-def test_as_many_simulated_devices_as_processes_can_make(monkeypatch, processes):
+def test_more_simulated_devices_than_processes_can_make_are_refused(monkeypatch, processes):
   made, most = [], devices.MOST_SIMULATED * processes
   monkeypatch.setattr(devices, "_simulate", lambda count, _: made.append(count))
   devices.start({"data": most}, simulate=True, processes=processes)
+  with pytest.raises(ValueError, match="asks for 1000000 simulated devices") as refusal:
+    devices.start({"data": 1000, "tensor": 1000}, simulate=True, processes=processes)
   assert made == [most]
+  for text in ("data=1000 x tensor=1000", "at most 2048", "at least 489 processes", "--topology"):
+    assert text in str(refusal.value)
 
 
 def test_memory_is_that_of_the_machine_or_of_a_device(monkeypatch):
@@ -109,40 +104,6 @@ def test_the_compute_capability_is_that_of_an_attached_gpu(named, found, monkeyp
   assert devices.compute_capability(devices.Devices("gpu", False, MESH)) == found
   assert devices.compute_capability(devices.Devices("gpu", False, MESH, described=(chip,))) == 0
   assert devices.compute_capability(devices.Devices("cpu", True, MESH)) == 0
-
-
-@pytest.mark.parametrize(
-  ("kind", "teraflops"),
-  [
-    ("NVIDIA H100 80GB HBM3", 989.5),
-    ("NVIDIA H100 PCIe", 756.5),
-    ("NVIDIA H100 NVL", 835.5),
-    ("NVIDIA H200", 989.5),
-    ("NVIDIA H200 NVL", 835.5),
-    ("NVIDIA GH200 480GB", 989.5),
-    ("NVIDIA A100-SXM4-40GB", 312.0),
-    ("NVIDIA A100 80GB PCIe", 312.0),
-    ("NVIDIA B200", 2250.0),
-    ("NVIDIA GB200", 2500.0),
-    ("NVIDIA L4", 121.0),
-    ("TPU v5 lite", 197.0),
-    ("TPU v5", 459.0),
-    ("TPU v6 lite", 918.0),
-    ("TPU7x", 1153.5),
-    ("cpu", None),
-    # Not in the table: no peak, and so no MFU, rather than that of a name that begins alike.
-    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-    ("NVIDIA H100 80GB HBM2e", None),
-    ("NVIDIA H20", None),
-    ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
-    ("NVIDIA L40", None),
-    ("TPU v5 lite pod", None),
-    ("TPU v7", None),
-  ],
-)
-def test_peak_speeds_by_exact_device_kind(kind, teraflops):
-  peak = chips.peak_flops(types.SimpleNamespace(device_kind=kind))
-  assert peak == (teraflops and teraflops * 1e12)
 
 
 PAGES_OF_A_BLOCK = """
@@ -211,3 +172,36 @@ def test_devices_that_wait_for_others_have_threads_for_it(monkeypatch, count, pr
   monkeypatch.setattr(jax, "device_count", lambda: count)
   devices.start({"data": count}, simulate=True, processes=processes)
   assert os.environ["NPROC"] == str(threads)
+
+
+# ------------------------------ XLA_FLAGS ------------------------------
+
+
+@pytest.mark.parametrize(
+  ("value", "said"),
+  [
+    ("--xla_nope=1", "Unknown flag in XLA_FLAGS: --xla_nope=1"),
+    ("--xla_cpu_enable_fast_math=maybe", "maybe"),
+    ("there_is_no_such_file", 'Could not open file "there_is_no_such_file"'),
+  ],
+)
+def test_a_flag_that_xla_aborts_over_is_refused(monkeypatch, value, said):
+  monkeypatch.setenv("XLA_FLAGS", value)
+  with pytest.raises(ValueError, match="XLA does not start with it") as refusal:
+    devices.check_xla_flags()
+  assert str(refusal.value).startswith(f"XLA_FLAGS={value}: ")
+  assert said in str(refusal.value)
+  assert "\n" not in str(refusal.value)
+
+
+def test_flags_that_xla_knows_pass(monkeypatch):
+  monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+  devices.check_xla_flags()
+
+
+def test_without_flags_no_process_is_started(monkeypatch):
+  monkeypatch.setattr(subprocess, "run", None)
+  monkeypatch.delenv("XLA_FLAGS", raising=False)
+  devices.check_xla_flags()
+  monkeypatch.setenv("XLA_FLAGS", " ")
+  devices.check_xla_flags()

@@ -29,6 +29,7 @@ VALUES = (
   *("1" + "0" * 400, "1" + "0" * 30, "1000000000000", "[[]]", "[{}]", '{"x": []}', "[null]"),
   NESTED,
 )
+STRIDE = 4
 FEW = ("null", "[]", '"x"', "-1", "true", "1e400", "1" + "0" * 39, "[null]")
 
 
@@ -56,11 +57,14 @@ def changed(sound, path, text):
 
 
 def check(sound, read, values=VALUES):
-  """Reads an object with each value in each place; says all that went wrong."""
+  """Reads an object without each key, and with some values in its place; says all that went wrong.
+
+  The values in turn: one place meets what the next one does not.
+  """
   read(json.dumps(sound))
   wrong = {}
-  for path in places(sound):
-    for text in (None, *values):
+  for number, path in enumerate(places(sound)):
+    for text in (None, *values[number % STRIDE :: STRIDE]):
       try:
         read(changed(sound, path, text))
       except (ValueError, OSError) as error:
@@ -336,7 +340,7 @@ def page(monkeypatch, tmp_path):
   return make
 
 
-@pytest.mark.parametrize("place", [0, 4, 6, 7])
+@pytest.mark.parametrize("place", [0, 6])
 def test_lines_of_metrics(place, workdir, page):
   def read(text):
     lines = [*runs.METRICS[:place], files.parse_json(text), *runs.METRICS[place + 1 :]]
@@ -346,7 +350,7 @@ def test_lines_of_metrics(place, workdir, page):
   check(runs.METRICS[place], read, FEW)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2, 3, 8, 11])
+@pytest.mark.parametrize("place", [0, 1, 3, 8, 11])
 def test_events_of_the_history(place, workdir, page):
   end = {"event": "end", "step": 41, "time": 1150.0, "how": "failed", "why": "x", "bad_step": 3}
   sound = [*runs.HISTORY, end]

