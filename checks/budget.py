@@ -19,8 +19,8 @@ import jax
 from checks import jaxprs
 from checks.case import Case
 from checks.report import SHOWN, Finding, Outcome, counted
-from runtime import collectives, hlo
-from runtime.collectives import Collective, size_text
+from runtime import collectives, hlo, units
+from runtime.collectives import Collective
 
 # Collectives of a smaller part of the state than this are left alone: losses, norms.
 LEAST_SHARE = 0.005
@@ -43,7 +43,7 @@ def check(case: Case, first: Case | None = None) -> Outcome | None:
   findings += _rows_gathered(case, large)
   findings += _not_scattered(case, large, stacked)
   total = sum(one.bytes * one.count for one in records)
-  note = f"{size_text(total)} per device in {sum(one.count for one in records)} collectives"
+  note = f"{units.size(total)} per device in {sum(one.count for one in records)} collectives"
   return Outcome("budget", case.name, findings, note, lines=table(records))
 
 
@@ -73,7 +73,7 @@ def _where(record: Collective) -> str:
 
 
 def _rows_of(found: Mapping[str, Collective]) -> list[str]:
-  return [f"{size_text(one.bytes):>10}  {name}: {_where(one)}" for name, one in found.items()][
+  return [f"{units.size(one.bytes):>10}  {name}: {_where(one)}" for name, one in found.items()][
     :SHOWN
   ]
 
@@ -155,7 +155,7 @@ def _rows_gathered(case: Case, records) -> Iterator[Finding]:
     | {"total_bytes": sum(one.bytes * one.count for one in found)},
     "a sharding constraint without the batch's axes, or an operation over rows: each device then "
     "computes the rows of all; if it is meant, give it a budget in describe.budget",
-    [f"{size_text(one.bytes):>10} x {one.count}  {_where(one)}" for one in found[:SHOWN]],
+    [f"{units.size(one.bytes):>10} x {one.count}  {_where(one)}" for one in found[:SHOWN]],
   )
 
 

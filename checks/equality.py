@@ -21,7 +21,7 @@ from checks import jaxprs
 from checks.case import Case, is_float, named_leaves, to_host, x64
 from checks.program import DescriptionError
 from checks.report import SHOWN, Finding, Outcome
-from runtime.collectives import size_text
+from runtime import units
 
 STEPS = 3
 # The least bounds of relative L2 differences, and the factor on what is measured: another mesh cuts
@@ -270,7 +270,7 @@ def _record(case: Case, first: Case, wide: bool) -> "Recorded":
     arguments = case.place(*cast((first.start, first.rows), wide=wide))
     replay = jaxprs.Replay(case.program.step, *arguments)
     if replay.bytes > _MOST_RECORDED:
-      raise MemoryError(f"{size_text(replay.bytes)} of activations: too many to be recorded")
+      raise MemoryError(f"{units.size(replay.bytes)} of activations: too many to be recorded")
     values = case.jitted(lambda *given: replay(*given)[1], out=False)(*arguments)
     return list(zip(replay.labels, map(np.asarray, values), strict=True))
 

@@ -16,7 +16,7 @@ from checks import equality
 from checks.case import Case, axes_of, is_key, leaf_of, named_leaves, replaced, to_host
 from checks.program import Description, Program
 from checks.report import SHOWN, Finding, Outcome, counted
-from runtime.collectives import size_text
+from runtime import units
 
 
 def check(case: Case, first: Case) -> Outcome:
@@ -137,7 +137,7 @@ def _donated(case: Case) -> Iterator[Finding]:
   reused = held if sizes is None else sizes.alias_size_in_bytes
   if unused or reused < 0.9 * held:  # small leaves, such as counters, may be copied
     yield Finding(
-      f"{size_text(max(0, held - reused))} of the state's buffers are not reused",
+      f"{units.size(max(0, held - reused))} of the state's buffers are not reused",
       f"the state on each of {case.program.mesh.size} devices",
       {"state_bytes": held, "reused_bytes": reused},
       "the new state has another dtype or sharding than the old, or the step is not jitted with "

@@ -16,7 +16,7 @@ import jax
 from checks import jaxprs
 from checks.case import SEED, Case, axes_of, leaf_of
 from checks.report import SHOWN, Finding, Outcome, counted
-from runtime.collectives import size_text
+from runtime import units
 
 # Leaves of one dim (norms, biases) and those that are a smaller part of the state than this are
 # left alone; of intermediate values, those that are this much smaller than the largest.
@@ -34,7 +34,7 @@ def check(case: Case, first: Case | None = None) -> Outcome | None:
   findings = [*_unused(case, cut), *_state(case, cut), *_intermediates(case)]
   total = sum(leaf.nbytes for leaf in case.leaves.values())
   held = sum(leaf.nbytes // case.parts(cut[name]) for name, leaf in case.leaves.items())
-  note = f"state of {size_text(total)}, {size_text(held)} on each of {devices} devices"
+  note = f"state of {units.size(total)}, {units.size(held)} on each of {devices} devices"
   return Outcome("replication", case.name, findings, note)
 
 
@@ -78,7 +78,7 @@ def _state(case: Case, cut) -> Iterator[Finding]:
       "divisible by the axis, or the optimizer's state has no rules; if it is meant, name them in "
       "describe.replicated",
       [
-        f"{size_text(leaves[name].nbytes):>10}  {list(leaves[name].shape)} {made[name]}"
+        f"{units.size(leaves[name].nbytes):>10}  {list(leaves[name].shape)} {made[name]}"
         for name in largest
       ],
     )
@@ -124,7 +124,7 @@ def _intermediates(case: Case) -> Iterator[Finding]:
     {"value_bytes": size, "on axes": "+".join(sorted(missing)), "copies": case.parts(missing)},
     "a sharding constraint without the batch's axes, or none where the compiler has to choose: "
     "logits, one-hot encodings and gathers are the usual places",
-    [f"{size_text(size):>10}  {label}" for size, label, _ in wrong[:SHOWN]],
+    [f"{units.size(size):>10}  {label}" for size, label, _ in wrong[:SHOWN]],
   )
 
 

@@ -9,7 +9,7 @@ from html import escape
 import jax
 import numpy as np
 
-from runtime.collectives import size_text
+from runtime import units
 
 NOTHING, WRONG, REFUSED = 0, 3, 2  # exit codes
 SHOWN = 8  # lines of a table
@@ -86,7 +86,7 @@ def _count(findings: Sequence) -> str:
 
 def _number(name: str, value: object) -> str:
   if isinstance(value, int | float | np.number) and name.endswith("bytes"):
-    return size_text(float(value))
+    return units.size(float(value))
   return f"{value:.3g}" if isinstance(value, float | np.floating) else str(value)
 
 

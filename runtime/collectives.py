@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from runtime import hlo
+from runtime import hlo, units
 
 KINDS = (
   "all-reduce",
@@ -347,15 +347,6 @@ def _axes(groups: Sequence[Sequence[int]], mesh: Mesh) -> tuple[tuple[str, ...],
 # ---- Records -> table ----
 
 
-def size_text(size: float) -> str:
-  """Returns bytes as `824 Bytes`, `1.5 MiB`."""
-  if size < 1024:
-    return f"{int(size)} Byte{'' if int(size) == 1 else 's'}"
-  units = ("KiB", "MiB", "GiB", "TiB", "PiB")
-  power = min(int(math.log(size, 1024)), len(units))
-  return f"{size / 1024**power:.1f} {units[power - 1]}"
-
-
 def summarize(records: Iterable[Collective]) -> list[Row]:
   """Returns a row per kind, axes and whether the count is exact; most bytes first."""
   totals: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
@@ -382,7 +373,7 @@ def short_summary(rows: Sequence[Row]) -> str:
     return "no collectives"
   largest = sorted(sums.items(), key=lambda item: -item[1][0])
   texts = [
-    f"{size_text(size)}{'' if exact else '+'} over {axes}" for axes, (size, exact) in largest
+    f"{units.size(size)}{'' if exact else '+'} over {axes}" for axes, (size, exact) in largest
   ]
   return f"collectives per device: {', '.join(texts)}"
 
@@ -408,7 +399,7 @@ def format_summary(rows: Sequence[Row]) -> str:
   counts = max(map(len, counted))
   text = []
   for (kind, names, count, size, _), runs in zip(lines, counted, strict=True):
-    each = "" if kind == "total" else f"x {size_text(size / (count or 1)):>10}"
-    product = f" = {size_text(size):>10}"
+    each = "" if kind == "total" else f"x {units.size(size / (count or 1)):>10}"
+    product = f" = {units.size(size):>10}"
     text.append(f"{kind:<{kinds}}  {names:<{axes}}  {runs:>{counts}} {each:<12}{product}".rstrip())
   return "\n".join(text)

@@ -122,14 +122,19 @@ class Executables:
     return _digest([text, *given, trees])
 
   def _load(self, digest: str, devices: Sequence[jax.Device]) -> jax.stages.Compiled | None:
-    content = self._read(digest + _PROGRAM)
-    if content is None or hashlib.sha256(content[64:]).hexdigest().encode() != content[:64]:
+    if (content := self._stored(digest)) is None:
       return None
     try:
-      parts = pickle.loads(content[64:])
+      parts = pickle.loads(content)
       return serialize_executable.deserialize_and_load(*parts, execution_devices=devices)
     except Exception:  # whatever is wrong with it, it is compiled
       return None
+
+  def _stored(self, digest: str) -> bytes | None:
+    """Returns a program; None where there is none, or a damaged one."""
+    content = self._read(digest + _PROGRAM)
+    whole = content and hashlib.sha256(content[64:]).hexdigest().encode() == content[:64]
+    return content[64:] if whole else None
 
   def _read(self, name: str) -> bytes | None:
     path = self.folder / name
@@ -147,7 +152,7 @@ class Executables:
     program = self.folder / (digest + _PROGRAM)
     try:
       self.folder.mkdir(parents=True, exist_ok=True)
-      if content is not None and not self._is_whole(program):
+      if content is not None and self._stored(digest) is None:
         signed = hashlib.sha256(content).hexdigest().encode() + content
         files.replace(program, signed, shared=True)
       if program.exists() and self._read(key + _KEY) != digest.encode():
@@ -155,12 +160,6 @@ class Executables:
       self._prune()
     except OSError:
       return  # the disk is full, or not ours: the next start compiles again
-
-  def _is_whole(self, path: pathlib.Path) -> bool:
-    content = self._read(path.name)
-    return content is not None and (
-      hashlib.sha256(content[64:]).hexdigest().encode() == content[:64]
-    )
 
   def _prune(self) -> None:
     found = [path for path in self.folder.iterdir() if path.suffix in (_KEY, _PROGRAM)]

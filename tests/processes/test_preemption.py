@@ -20,14 +20,6 @@ from tests.processes.clocks import Clock
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
-def test_nothing_was_asked():
-  with StopRequest() as stop:
-    assert not stop
-    stop.hear()
-    assert stop.requested == ""
-    assert not stop.insisted
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_a_request(number, monkeypatch):
   monkeypatch.setattr(os, "isatty", lambda _: False)  # the terminal of these tests is not gone
@@ -115,29 +107,19 @@ def test_sigterm_never_insists(time_passes):
     assert not stop.insisted
 
 
-def test_the_first_signal_names_the_reason():
-  with StopRequest() as stop:
-    os.kill(os.getpid(), signal.SIGTERM)
-    stop.hear()
-    os.kill(os.getpid(), signal.SIGINT)
-    stop.hear()
-    assert stop.requested == "SIGTERM"
-
-
-def test_the_first_reason_stays():
-  stop = StopRequest()
-  stop.request("SIGTERM to process 1")
-  stop.request("SIGINT")
-  assert stop.requested == "SIGTERM to process 1"
-
-
-def test_other_signals_are_no_stop():
+def test_the_first_reason_stays_and_other_signals_are_no_stop():
   old = signal.signal(signal.SIGUSR1, lambda *_: None)
   try:
     with StopRequest() as stop:
       os.kill(os.getpid(), signal.SIGUSR1)
       stop.hear()
       assert not stop
+      assert not stop.insisted
+      for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+        stop.hear()
+      stop.request("SIGINT to process 1")
+      assert stop.requested == "SIGTERM"
   finally:
     signal.signal(signal.SIGUSR1, old)
 

@@ -61,19 +61,12 @@ def test_limits(clock, kind, heartbeat, deadline, lengths, limit):
   assert watch.limit() == pytest.approx(limit)
 
 
-@pytest.mark.parametrize("kind", [STARTING, ENDING])
-def test_starting_and_ending_take_as_long_as_they_like(clock, kind):
+def test_starting_and_ending_take_as_long_as_they_like_and_a_save_the_start_timeout(clock):
   watch = watching(deadline=7)
   beats(watch, clock, STEP, 1, 1, 1)
-  watch.at("compiling", kind)
-  assert watch.limit() == math.inf
-
-
-def test_a_save_has_the_start_timeout(clock):
-  watch = watching()
-  beats(watch, clock, STEP, 1, 1, 1)
-  watch.at("saving step 3", SAVING)
-  assert watch.limit() == 300
+  for kind, limit in ((STARTING, math.inf), (ENDING, math.inf), (SAVING, 300)):
+    watch.at("what takes long", kind)
+    assert watch.limit() == limit
 
 
 def test_a_single_process_has_longer_limits(clock):
@@ -108,13 +101,15 @@ def test_time_between_two_steps_is_not_counted(clock):
   assert watch.limit() == 30
 
 
-def test_kinds_are_known_apart(clock):
+def test_kinds_are_known_apart_and_old_lengths_forgotten(clock):
   watch = watching()
   beats(watch, clock, STEP, 1, 4)
   beats(watch, clock, EVALUATION, 1, 5)
   assert watch.limit() == 50
   watch.at("step", STEP, begins=True)
   assert watch.limit() == 40
+  beats(watch, clock, STEP, *[1] * 51)
+  assert watch.limit() == 30
 
 
 def test_the_first_step_asks_for_a_spare_once(clock, monkeypatch):
@@ -129,12 +124,6 @@ def test_the_first_step_asks_for_a_spare_once(clock, monkeypatch):
   assert os.read(reading, 9) == WANTED
   for end in (reading, writing):
     os.close(end)
-
-
-def test_old_lengths_are_forgotten(clock):
-  watch = watching()
-  beats(watch, clock, STEP, 1, 4, *[1] * 50)
-  assert watch.limit() == 30
 
 
 # ------------------------------ ends ------------------------------

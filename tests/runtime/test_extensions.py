@@ -54,6 +54,9 @@ def test_a_file_that_is_executed_again_replaces_its_own_entry(tmp_path):
   assert TABLES["model"]["mine"] is second
   assert second.helper.VALUE == 1
   assert extensions.loaded() == [path]
+  assert extensions.registered("model", "mine") is second
+  assert extensions.registered("model", "ours") is None  # the project's own
+  assert extensions.registered("sink", "mine") is None
 
 
 def test_a_name_that_is_taken_is_refused_with_the_place_of_the_other(tmp_path):
@@ -64,13 +67,6 @@ def test_a_name_that_is_taken_is_refused_with_the_place_of_the_other(tmp_path):
     extensions.load(path)
   with pytest.raises(ValueError, match="'ours' is already registered by the project"):
     extensions.load(write(tmp_path / "c", name="ours", beside="helper_c"))
-
-
-def test_what_is_registered_is_found_without_its_table(tmp_path):
-  module = extensions.load(write(tmp_path))
-  assert extensions.registered("model", "mine") is module
-  assert extensions.registered("model", "ours") is None  # the project's own
-  assert extensions.registered("sink", "mine") is None
 
 
 def test_modules_of_one_name_in_two_folders_are_refused(tmp_path):
@@ -190,19 +186,12 @@ SETS_KEYS = [
 ]
 
 
-@pytest.mark.parametrize("text", CHANGES)
-def test_a_file_that_changes_what_it_imports_is_found(text):
-  assert extensions.changes_imported(f"{HEAD}{text}\n".encode())
-
-
-@pytest.mark.parametrize("text", SETS_KEYS)
-def test_a_file_that_sets_keys_changes_nothing(text):
-  assert not extensions.changes_imported(f"{HEAD}{text}\n".encode())
-
-
-def test_shipped_configs_change_nothing():
-  """So runs may resume with another strategy."""
-  for path in (ROOT / "configs").rglob("*.py"):
+def test_a_file_that_changes_what_it_imports_is_found_and_one_that_sets_keys_changes_nothing():
+  for text in CHANGES:
+    assert extensions.changes_imported(f"{HEAD}{text}\n".encode()), text
+  for text in SETS_KEYS:
+    assert not extensions.changes_imported(f"{HEAD}{text}\n".encode()), text
+  for path in (ROOT / "configs").rglob("*.py"):  # so runs may resume with another strategy
     assert not extensions.changes_imported(path.read_bytes()), path
 
 

@@ -123,25 +123,21 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("what", [*SAME, *OTHER])
-def test_comments_and_formatting_do_not_count_and_what_is_executed_does(tmp_path, what):
+def test_comments_and_formatting_do_not_count_and_what_is_executed_does(tmp_path):
   (tmp_path / "model.py").write_text(SOURCE)
   before = provenance.digest((), [tmp_path / "model.py"])
-  old, new = {**SAME, **OTHER}[what]
-  assert SOURCE.count(old) == 1
-  (tmp_path / "model.py").write_text(SOURCE.replace(old, new))
-  assert (provenance.digest((), [tmp_path / "model.py"]) == before) == (what in SAME)
-
-
-def test_where_docstrings_are_used_they_count():
-  used = SOURCE.replace("RATE = 0.5", "RATE = len(__doc__)").encode()
-  assert provenance.program(used) != provenance.program(used.replace(b"A module", b"Modules"))
+  for what, (old, new) in {**SAME, **OTHER}.items():
+    assert SOURCE.count(old) == 1, what
+    (tmp_path / "model.py").write_text(SOURCE.replace(old, new))
+    assert (provenance.digest((), [tmp_path / "model.py"]) == before) == (what in SAME), what
 
 
 def test_the_digest_of_a_program_is_the_same_under_every_version_of_python():
   """`ast.dump` differs between 3.11, 3.12 (type parameters) and 3.13 (without empty lists)."""
   assert provenance.program(SOURCE.encode()).hex()[:16] == "ed861941226a6953"
   assert provenance.program(b"def f(:\n") == b"def f(:\n"
+  used = SOURCE.replace("RATE = 0.5", "RATE = len(__doc__)").encode()
+  assert provenance.program(used) != provenance.program(used.replace(b"A module", b"Modules"))
 
 
 def test_digests_of_programs_are_kept_and_a_damaged_file_of_them_is_replaced(monkeypatch, tmp_path):
@@ -165,15 +161,10 @@ def test_digests_of_programs_are_kept_and_a_damaged_file_of_them_is_replaced(mon
     assert fresh() == fresh() == real(source)
   assert len(parsed) == 4
   assert [*path.parent.iterdir()] == [path]
-
-
-def test_nothing_is_kept_where_python_writes_no_bytecode(monkeypatch, tmp_path):
+  path.unlink()
   monkeypatch.setattr(sys, "dont_write_bytecode", True)
-  programs = provenance._Programs()
-  programs._path = tmp_path / "cache" / "programs.json"
-  assert programs.digest(SOURCE.encode()) == provenance.program(SOURCE.encode())
-  programs.save()
-  assert not programs._path.parent.exists()
+  assert fresh() == real(source)
+  assert [*path.parent.iterdir()] == []
 
 
 def project_files(text):
