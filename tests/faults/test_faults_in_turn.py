@@ -84,19 +84,3 @@ def test_a_run_that_is_killed_asked_to_stop_and_stopped_ends_as_one_that_is_not(
     assert run.end() == [0], run.text()
     assert run.left_behind() == []
   same.check(workdir, clean)
-
-
-@pytest.mark.faults
-def test_a_run_whose_reader_sleeps_ends_as_one_whose_reader_does_not(clean, tmp_path):
-  workdir = tmp_path / "run"
-  with Run(workdir, launcher=True, restarts=1, slow=1, **SETTINGS) as run:
-    run.wait_for("step 16/")
-    stalled = run.stall()
-    run.wait_for("restart 1 of 1")
-    run.stalled.unlink()
-    assert time.monotonic() - stalled < 45
-    assert run.text().count("behind: process 1 ") >= 1, run.text()
-
-    assert run.end() == [0], run.text()
-    assert run.left_behind() == []
-  same.check(workdir, clean)

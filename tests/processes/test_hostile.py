@@ -40,22 +40,6 @@ def send(data: bytes, connection: socket.socket) -> None:
     pass
 
 
-def test_strangers_on_the_port_are_dropped_and_counted():
-  port = free_port()
-  [first] = calls(port, (2, 0), seconds=1.5)
-  acts = [functools.partial(send, data) for data in STRANGERS.values()]
-  result, *others = together(first, *[functools.partial(hostile.speak, port, act) for act in acts])
-  assert others == [None] * len(STRANGERS)
-  assert "1 of 2 processes connected" in str(result)
-  text = str(result).partition("; connections dropped: ")[2]
-  drops = re.findall(r"(\d+) ([a-z ]+) \(from 127", text)
-  counts = {why: int(number) for number, why in drops}
-  assert sum(counts.values()) == len(STRANGERS), text
-  assert counts["unsigned"] >= 3
-  assert counts["too long"] >= 1
-  assert counts["closed before it sent a message"] == 1
-
-
 def test_many_messages_of_a_seed_have_no_effect():
   port, gone, seed = free_port(), threading.Event(), 18
   seen = []
@@ -81,40 +65,33 @@ def test_many_messages_of_a_seed_have_no_effect():
   assert results[3] is None, f"message {seen[-1]} of seed {seed}: {results[3]}"
 
 
+HELLO = {"index": 1, "count": 2, "host": "h", "pid": 1, "refused": ""}
 MALFORMED = {
   "other types": {"index": "1", "count": None, "host": 1, "pid": [], "refused": 0},
-  "an index too high": {"index": 7, "count": 2, "host": "h", "pid": 1, "refused": ""},
-  "an index below": {"index": -1, "count": 2, "host": "h", "pid": 1, "refused": ""},
-  "a truth value": {"index": True, "count": 2, "host": "h", "pid": 1, "refused": ""},
-  "process 0": {"index": 0, "count": 2, "host": "h", "pid": 1, "refused": ""},
-  "one more name": {"index": 1, "count": 2, "host": "h", "pid": 1, "refused": "", "x": 1},
+  "one more name": {**HELLO, "x": 1},
+  **{f"the index {index}": {**HELLO, "index": index} for index in (7, -1, True, 0)},
 }
 
 
-def test_what_is_signed_and_malformed_is_dropped():
+def test_what_no_process_of_the_run_says_is_dropped_and_counted():
   port = free_port()
-
-  def act(hello, connection):
-    send(tokens.line(TOKEN.encode(), rendezvous.HELLO, json.dumps(hello)), connection)
-
-  acts = [functools.partial(act, hello) for hello in MALFORMED.values()]
-  result, *others = together(
-    lambda: call(port, 2, 0, seconds=1.5),
-    *[functools.partial(hostile.speak, port, act) for act in acts],
-  )
-  assert others == [None] * len(MALFORMED)
-  assert f"connections dropped: {len(MALFORMED)} malformed (from 127.0.0.1)" in str(result)
-
-
-def test_a_line_signed_for_another_purpose_is_rejected():
-  port, hello = free_port(), {"index": 1, "count": 2, "host": "h", "pid": 1, "refused": ""}
-  line = tokens.line(TOKEN.encode(), rendezvous.ANSWER, json.dumps(hello))
-  result, other = together(
-    lambda: call(port, 2, 0, seconds=1.0),
-    lambda: hostile.speak(port, functools.partial(send, line)),
-  )
-  assert other is None
-  assert "connections dropped: 1 signed with another token (from" in str(result)
+  [first] = calls(port, (2, 0), seconds=1.5)
+  key = TOKEN.encode()
+  lines = [tokens.line(key, rendezvous.HELLO, json.dumps(one)) for one in MALFORMED.values()]
+  lines.append(tokens.line(key, rendezvous.ANSWER, json.dumps(HELLO)))  # for another purpose
+  acts = [functools.partial(send, data) for data in (*STRANGERS.values(), *lines)]
+  result, *others = together(first, *[functools.partial(hostile.speak, port, act) for act in acts])
+  assert others == [None] * len(acts)
+  assert "1 of 2 processes connected" in str(result)
+  text = str(result).partition("; connections dropped: ")[2]
+  drops = re.findall(r"(\d+) ([a-z ]+) \(from 127", text)
+  counts = {why: int(number) for number, why in drops}
+  assert sum(counts.values()) == len(acts), text
+  assert counts["unsigned"] >= 3
+  assert counts["too long"] >= 1
+  assert counts["closed before it sent a message"] == 1
+  assert counts["malformed"] == len(MALFORMED)
+  assert counts["signed with another token"] == 1
 
 
 def test_what_peers_say_reaches_no_terminal_with_control_characters():

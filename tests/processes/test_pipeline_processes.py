@@ -1,14 +1,10 @@
-"""Stages in different processes, over gloo: the losses of one process; one of them is killed."""
-
-import signal
+"""Stages in different processes, over gloo: the losses of one process."""
 
 import pytest
 
-from tests.faults.harness import Run, story
 from tests.helpers.cli import TINY_LM
 from tests.processes.command_lines import losses
 
-STEPS = 12
 STAGES = (
   "--config=configs/single.py",
   *TINY_LM,
@@ -27,18 +23,3 @@ def test_losses_are_those_of_one_process(well, tmp_path):
   expected, found = losses(tmp_path / "one"), losses(tmp_path / "two")
   assert list(found) == list(expected) == [1, 2, 3]
   assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-5)
-
-
-@pytest.mark.faults
-def test_a_run_whose_last_stage_is_killed_goes_on_to_the_bit(tmp_path):
-  settings = {"count": 2, "launcher": True, "steps": STEPS, "common": STAGES}
-  whole = ("--config.mesh.data=1", "--config.mesh.tensor=2")  # in place of the harness's
-  with Run(tmp_path / "clean", flags=whole, **settings) as run:
-    assert run.end() == [0], run.text()
-  with Run(tmp_path / "killed", restarts=2, flags=whole, **settings) as run:
-    run.wait_for("step 4/")
-    run.signal(1, signal.SIGKILL)
-    assert run.end() == [0], run.text()
-    assert run.said("launch: restart 1 of")
-  assert story(tmp_path / "killed") == story(tmp_path / "clean")
-  assert len(story(tmp_path / "clean")) >= STEPS

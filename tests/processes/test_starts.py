@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from processes import coordination as groups
 from tests.processes.command_lines import MLP, losses
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -54,23 +53,6 @@ def test_mpirun_ends_with_the_code_of_a_refusal(tmp_path):
   assert done.returncode == 2, done.stdout + done.stderr
   assert "cannot be divided evenly among 2 processes" in done.stderr
   assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.faults
-def test_mpirun_of_runs_of_their_own(tmp_path):
-  done = under_mpirun(["layout", *MLP], **{groups.COUNT: "1"})
-  assert done.returncode == 0, done.stdout + done.stderr
-  assert done.stdout.count("parameters; with optimizer state") == 2
-
-
-@pytest.mark.faults
-def test_mpirun_with_an_address(tmp_path):
-  from processes.listening import free_port
-
-  address = f"localhost:{free_port()}"
-  done = under_mpirun([*MLP, f"--workdir={tmp_path}"], **{groups.ADDRESS: address})
-  assert done.returncode == 0, done.stdout + done.stderr
-  assert list(losses(tmp_path)) == [1, 2, 3]
 
 
 def test_one_builds_a_data_set_and_the_other_waits(well, tmp_path):
