@@ -402,7 +402,7 @@ def _report(
   while (left := wait.deadline - time.monotonic()) > 0:
     wait.say(f"{name} waits for process 0 at {address}: {why}")
     since, other_since = other_since, None
-    key = token.read(time.monotonic() + wait.until_notice())
+    key = token.read()
     try:
       if key:
         return key, _ask(address, hello, key, wait, f"{name} has reached process 0 at {address}")

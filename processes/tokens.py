@@ -16,7 +16,6 @@ import json
 import os
 import re
 import secrets
-import time
 from collections.abc import Iterator
 
 from etils import epath
@@ -28,7 +27,6 @@ VARIABLE = "MESHWRIGHT_TOKEN"
 LEAST_CHARACTERS = 16
 LINE_BYTES = 2**14  # the longest line that is read
 _MOST_BYTES = 4096  # of a file
-_PAUSE_SECONDS = 0.1
 _LINE = re.compile(rb"([0-9a-f]{64}) (\{.*\})\n", re.DOTALL)
 
 
@@ -129,20 +127,15 @@ class Token:
     finally:
       remove()
 
-  def read(self, deadline: float = 0.0) -> bytes:
-    """Returns the token as a process other than 0 reads it; b"" if there is none by the deadline.
-
-    Args:
-      deadline: by the monotonic clock; it is read once in any case.
+  def read(self) -> bytes:
+    """Returns the token as a process other than 0 reads it; b"" if there is none yet.
 
     Raises:
       PermissionError: the file was not written by process 0.
     """
     if self._given or self._file is None:
       return self._given.encode()
-    while not (found := _read(self._file)) and time.monotonic() + _PAUSE_SECONDS < deadline:
-      time.sleep(_PAUSE_SECONDS)
-    return found
+    return _read(self._file)
 
 
 def _read(file: epath.Path) -> bytes:

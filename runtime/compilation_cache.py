@@ -13,7 +13,6 @@ import pathlib
 import sys
 import time
 import zlib
-from collections.abc import Iterator
 
 import jax
 from etils import epath
@@ -62,7 +61,8 @@ def _repair(folder: pathlib.Path) -> None:
   since = checked.stat().st_mtime - _SKEW_SECONDS if checked.exists() else 0.0
   with contextlib.suppress(OSError):  # the disk is still full
     files.replace(checked, b"", shared=True)  # before the entries are listed: later ones come next
-  torn = {path: content for path in _since(folder, since) if (content := _torn(path)) is not None}
+  entries = [path for path in folder.glob(f"*{_ENTRIES}") if _written(path) >= since]
+  torn = {path: content for path in entries if (content := _torn(path)) is not None}
   if torn:
     time.sleep(_SETTLED_SECONDS)
   removed = []
@@ -83,16 +83,11 @@ def _repair(folder: pathlib.Path) -> None:
     )
 
 
-def _since(folder: pathlib.Path, since: float) -> Iterator[pathlib.Path]:
-  """Yields the entries that were written after a time (seconds since the epoch)."""
-  for path in folder.iterdir():
-    if path.name.endswith(_ENTRIES):
-      try:
-        written = path.stat().st_mtime
-      except OSError:  # gone meanwhile
-        continue
-      if written >= since:
-        yield path
+def _written(path: pathlib.Path) -> float:
+  try:
+    return path.stat().st_mtime
+  except OSError:  # gone meanwhile
+    return -1.0
 
 
 def _torn(path: pathlib.Path) -> bytes | None:
