@@ -13,10 +13,10 @@ from partitioning.rules import nested
 from tests.faults import moving, same
 from tests.faults.frame import Attempt, Trial, row
 from tests.faults.harness import Run, refused
+from tests.faults.rows_files import listing
 from tests.helpers.cli import TINY_LM, lines_of
 from tests.processes import starting
 from tests.training.checkpointing import damage
-from tests.training.checkpointing.states import contents
 from training.checkpointing import reading
 from training.checkpointing.checkpointer import Checkpointer
 
@@ -60,7 +60,7 @@ def of_another_model(attempt: Attempt) -> None:
   count = 1 + attempt.number // len(REFUSALS) % 2
   attempt.does = f"{count} process(es): {verb} with {other}"
   workdir = attempt.once(_two_steps)
-  before = contents(workdir)
+  before = listing(workdir)
   fresh = verb == "initialize"
   where = attempt.folder / "new" if fresh else workdir
   command = ["train" if fresh else verb, f"--workdir={where}", *SINGLE]
@@ -73,7 +73,7 @@ def of_another_model(attempt: Attempt) -> None:
   assert said.count("refused: ") == 1, said
   assert wanted in said, f"{wanted!r} is missing in: {said}"
   assert "Traceback" not in said
-  assert contents(workdir) == before, "the workdir has changed"
+  assert listing(workdir) == before, "the workdir has changed"
   assert not (attempt.folder / "new").exists(), "a workdir was made"
 
 
