@@ -2,25 +2,25 @@
 
 import unicodedata
 
+import pytest
+
 from runtime.printable import few, printable
 
+ORDINARY = "refused: mesh.data=3, Größe 日本語 🙂 \\ 'quoted'"
+SHOWN = {
+  ORDINARY: ORDINARY,
+  "a\x1b[2J\x1b]0;title\x07b\r\x00\x7f\x9b31m\tc": r"a\x1b[2J\x1b]0;title\x07b\r\x00\x7f\x9b31m\tc",
+  "a\u202eb\u2066c\u200bd\u2028e\ufefff": r"a\u202eb\u2066c\u200bd\u2028e\ufefff",
+  "\udcff": r"\udcff",
+  "first\nsecond": "first\nsecond",
+  ValueError("bad \x1b[0m"): r"bad \x1b[0m",
+}
 
-def test_ordinary_text_stays_as_it_is():
-  text = "refused: mesh.data=3, Größe 日本語 🙂 \\ 'quoted'"
-  assert printable(text) == text
 
-
-def test_control_characters_are_escaped():
-  said = printable("a\x1b[2J\x1b]0;title\x07b\r\x00\x7f\x9b31m\tc")
-  assert said == r"a\x1b[2J\x1b]0;title\x07b\r\x00\x7f\x9b31m\tc"
-
-
-def test_format_characters_and_lone_surrogates_are_escaped():
-  assert printable("a\u202eb\u2066c\u200bd\u2028e\ufefff") == (
-    r"a\u202eb\u2066c\u200bd\u2028e\ufefff"
-  )
-  assert printable("\udcff") == r"\udcff"
-  printable("\ud800").encode()
+@pytest.mark.parametrize("text", SHOWN)
+def test_control_and_format_characters_and_lone_surrogates_are_escaped(text):
+  assert printable(text) == SHOWN[text]
+  printable(text).encode()
 
 
 def test_no_unsafe_character_is_left_of_all_there_are():
@@ -32,17 +32,9 @@ def test_no_unsafe_character_is_left_of_all_there_are():
   }
 
 
-def test_line_breaks_are_kept_only_where_asked():
-  assert printable("first\nsecond") == "first\nsecond"
+def test_line_breaks_are_kept_only_where_asked_and_long_text_is_cut():
   assert printable("host\nrefused: forged", newlines=False) == r"host\nrefused: forged"
-
-
-def test_long_text_is_cut_and_says_so():
   assert printable("x" * 30, longest=10) == "xxxxxxxxxx... (20 more characters)"
-
-
-def test_other_types_are_converted():
-  assert printable(ValueError("bad \x1b[0m")) == r"bad \x1b[0m"
 
 
 def test_the_first_of_many_are_named_and_the_others_counted():
