@@ -44,7 +44,7 @@ def test_killed_at_any_moment_of_its_start_it_leaves_no_orphan(launch):
     ]
 
   seen = 0
-  for _ in range(8):
+  for _ in range(5):
     launcher = launch(f"'{marker}'; time.sleep(100)", "--processes=4")
     wait_until(launcher.family, "the reaper")
     time.sleep(random.uniform(0, 0.06))

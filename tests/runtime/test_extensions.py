@@ -36,6 +36,8 @@ def _apart(monkeypatch):
   yield
   for name in {*sys.modules} - before:
     del sys.modules[name]
+  provenance._versions.cache_clear()
+  provenance._everything.cache_clear()
 
 
 def write(folder, name="mine", beside="helper", table="model"):
@@ -96,7 +98,12 @@ def test_a_config_file_in_the_project_brings_nothing_of_the_project_with_it(tmp_
   assert extensions.files() == [path.parent / "helper.py", path]
 
 
-def test_the_code_of_a_checkpoint_has_what_registers_and_not_where_it_is(tmp_path):
+def test_the_code_of_a_checkpoint_has_what_registers_and_not_where_it_is(tmp_path, monkeypatch):
+  monkeypatch.setattr(provenance, "NUMERICS", ("models/mlp.py",))
+  monkeypatch.setattr(provenance, "RUN", ("models/mlp.py",))
+  provenance._versions.cache_clear()
+  provenance._everything.cache_clear()
+
   def code():
     return provenance.versions()["code"], {**provenance.everything()}
 
