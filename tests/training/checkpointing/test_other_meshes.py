@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.jobs import first_state, host_batch, make_job, place
+from tests.parity.pipeline_cases import INTERLEAVED, LAYERS, mesh
 from tests.training.checkpointing.states import CONFIG, RECORD, abstract, tree_of
 from training.checkpointing.checkpointer import Checkpointer
 from training.setup import Job
@@ -19,20 +20,26 @@ from training.state import State
 
 BOUND = 1e-5
 SAVED, LAST = 3, 5  # steps
-PRECISE = {"training.matmul_precision": "highest"}
-OTHER = "dp4_tp2"
+PRECISE = {"training.matmul_precision": "highest", "optimizer.name": "adamw"}
+JOBS = {
+  "dp8": ("dp8", {}),
+  "dp4_tp2": ("dp4_tp2", {}),
+  "interleaved": ("single", {**LAYERS, **mesh(4, stage=2, data=2), **INTERLEAVED}),
+  "four stages": ("single", {**LAYERS, **mesh(2, stage=4, tensor=2)}),
+}
 
 
 @functools.cache
-def prepared(strategy: str) -> tuple[Job, Callable]:
-  """Returns the job of a strategy, and its compiled train step."""
-  job = make_job(strategy, "lm", **PRECISE)
+def prepared(name: str) -> tuple[Job, Callable]:
+  """Returns a job, and its compiled train step."""
+  strategy, keys = JOBS[name]
+  job = make_job(strategy, "lm", **{**keys, **PRECISE})
   return job, job.compile_train_step().function
 
 
-def step_from(strategy: str, state: State, last: int) -> tuple[State, list[tuple[float, float]]]:
+def step_from(name: str, state: State, last: int) -> tuple[State, list[tuple[float, float]]]:
   """Takes the steps up to `last`; returns the state and each one's (loss, gradient norm)."""
-  job, train_step = prepared(strategy)
+  job, train_step = prepared(name)
   numbers = []
   for step in range(int(state.step), last):
     state, metrics = train_step(state, place(job, host_batch(job, seed=step)))
@@ -40,35 +47,28 @@ def step_from(strategy: str, state: State, last: int) -> tuple[State, list[tuple
   return state, numbers
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-  """Returns the folder of a dp8 run saved after step 3, and the numbers of the steps after it."""
-  job, _ = prepared("dp8")
-  folder = tmp_path_factory.mktemp("run") / "checkpoints"
-  state, _ = step_from("dp8", first_state(job), SAVED)
-  with Checkpointer(folder) as checkpointer:
+@pytest.mark.parametrize(
+  ("before", "after"),
+  [
+    ("dp8", "dp4_tp2"),
+    pytest.param("interleaved", "four stages", marks=pytest.mark.long),
+  ],
+)
+def test_the_next_losses_are_those_of_the_mesh_that_saved(before, after, tmp_path):
+  state, _ = step_from(before, first_state(prepared(before)[0]), SAVED)
+  with Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(SAVED, tree_of(state), config=CONFIG, record=RECORD)
-  return folder, step_from("dp8", state, LAST)[1]
-
-
-def test_the_next_losses_are_those_of_the_mesh_that_saved(run):
-  folder, wanted = run
-  job, _ = prepared(OTHER)
-  with Checkpointer(folder, read_only=True) as checkpointer:
+  _, wanted = step_from(before, state, LAST)
+  job, _ = prepared(after)
+  with Checkpointer(tmp_path, read_only=True) as checkpointer:
     step, tree = checkpointer.restore(abstract(job))
   assert step == SAVED
-  _, numbers = step_from(OTHER, State(**tree), LAST)
-  np.testing.assert_allclose(numbers, wanted, rtol=BOUND)
-
-
-def test_a_step_of_another_state_would_be_noticed(run):
-  folder, wanted = run
-  job, _ = prepared(OTHER)
-  with Checkpointer(folder, read_only=True) as checkpointer:
-    _, tree = checkpointer.restore(abstract(job))
-  fresh = first_state(job)
-  lost = State(tree["step"], tree["params"], fresh.optimizer)  # a restore without the optimizer
-  _, numbers = step_from(OTHER, lost, LAST)
-  first, second = (np.abs(np.divide(a, b) - 1) for a, b in zip(numbers, wanted, strict=True))
+  # A restore without the optimizer would be noticed.
+  fresh = State(tree["step"], tree["params"], first_state(job).optimizer)
+  _, lost = step_from(after, fresh, LAST)
+  first, second = (np.abs(np.divide(a, b) - 1) for a, b in zip(lost, wanted, strict=True))
   assert first.max() < BOUND
   assert second.max() > 10 * BOUND
+  with Checkpointer(tmp_path, read_only=True) as checkpointer:
+    _, tree = checkpointer.restore(abstract(job))  # the first was donated
+  np.testing.assert_allclose(step_from(after, State(**tree), LAST)[1], wanted, rtol=BOUND)
