@@ -474,39 +474,30 @@ UNSCALED = "default"
 ORIGINAL, LONGEST = "original_max_position_embeddings", "max_position_embeddings"
 _SHARE = "partial_rotary_factor"
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", _SHARE)
-# rope_type -> our name of each of its numbers -> their key.
+_YARN = ("beta_fast", "beta_slow", "attention_factor", "truncate")
+# rope_type -> our names of its numbers.
 SCALINGS = {
-  UNSCALED: {},
-  "llama3": {
-    "factor": "factor",
-    "low": "low_freq_factor",
-    "high": "high_freq_factor",
-    "original_length": ORIGINAL,
-  },
-  "linear": {"factor": "factor"},
-  "dynamic": {"factor": "factor", "original_length": ORIGINAL},
-  "yarn": {
-    "factor": "factor",
-    "original_length": ORIGINAL,
-    **{key: key for key in ("beta_fast", "beta_slow", "attention_factor", "truncate")},
-  },
-  "longrope": {
-    "original_length": ORIGINAL,
-    "short_factors": "short_factor",
-    "long_factors": "long_factor",
-    "attention_factor": "attention_factor",
-    "factor": "factor",
-  },
+  UNSCALED: (),
+  "llama3": ("factor", "low", "high", "original_length"),
+  "linear": ("factor",),
+  "dynamic": ("factor", "original_length"),
+  "yarn": ("factor", "original_length", *_YARN),
+  "longrope": ("original_length", "short_factors", "long_factors", "attention_factor", "factor"),
 }
-# Numbers that a file may leave out, and of YaRN those that are read besides.
-_OPTIONAL = {
-  "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
-  "longrope": ("attention_factor", "factor"),
-}
+# Of those that have another name there.
+_KEYS = {"low": "low_freq_factor", "high": "high_freq_factor", "original_length": ORIGINAL}
+_KEYS |= {"short_factors": "short_factor", "long_factors": "long_factor"}
+# Numbers that a file may leave out, and those that are read besides.
+_OPTIONAL = {"yarn": _YARN, "longrope": ("attention_factor", "factor")}
 _BESIDES = {
   "yarn": ("mscale", "mscale_all_dim"),
   UNSCALED: ("mrope_section", "mrope_interleaved"),  # of images: of text all positions are alike
 }
+
+
+def _numbers_of(kind: str) -> dict[str, str]:
+  """Returns our name -> their key of each number of a rope_type."""
+  return {name: _KEYS.get(name, name) for name in SCALINGS[kind]}
 
 
 def named_scaling(scaling: tuple) -> tuple[str, dict[str, Any]]:
@@ -557,21 +548,18 @@ def _completed(kind: str, rope: Mapping[str, Any], theirs: Theirs) -> dict[str, 
 def _read_scaling(kind: str, rope: Mapping[str, Any], theirs: Theirs) -> tuple:
   """Returns model.rotary_scaling of an object."""
   given, numbers = _completed(kind, rope, theirs), {}
-  for name, key in SCALINGS[kind].items():
+  for name, key in _numbers_of(kind).items():
+    value = given.get(key)
     if key not in given and key in _OPTIONAL.get(kind, ()):
       continue
-    value = given.get(key)
     if name.endswith("_factors"):
       if not isinstance(value, (list, tuple)):
         raise ValueError(f"rope_scaling: {key}={short(value)}: a list is needed")
-      every = dict(enumerate(value))
-      numbers[name] = tuple(float(_number(every, one)) for one in every)
-    elif name == "truncate":
-      numbers[name] = value
-    else:
-      numbers[name] = _number(given, key)
-      if name != "original_length":
-        numbers[name] = float(numbers[name])
+      value = tuple(float(_number({key: one}, key)) for one in value)
+    elif name != "truncate":
+      value = _number(given, key)
+    whole = name in ("original_length", "truncate") or isinstance(value, tuple)
+    numbers[name] = value if whole else float(value)
   if kind == "llama3":
     return tuple(map(float, numbers.values()))
   return (kind, numbers) if numbers else ()
@@ -587,7 +575,7 @@ def _base_and_scaling(
     raise ValueError(
       f"rope_type={short(kind)}: known are {', '.join(SCALINGS)}{nearest(str(kind), SCALINGS)}"
     )
-  known = {"rope_type", "type", "rope_theta", _SHARE, *SCALINGS[kind].values()}
+  known = {"rope_type", "type", "rope_theta", _SHARE, *_numbers_of(kind).values()}
   known |= {*_BESIDES.get(kind, ())}
   if unknown := sorted(key for key in {*rope} - known if rope[key] is not None):
     raise ValueError(f"rope_scaling: {', '.join(unknown)}: not known for rope_type {kind!r}")
@@ -682,7 +670,7 @@ def _rotary_size(theirs: Theirs, new: Any) -> int:
 def _write_rotary(model: Ours) -> dict[str, Any]:
   base, (kind, ours) = model["rotary_base"], named_scaling(tuple(model["rotary_scaling"]))
   scaling = {"rope_type": kind}
-  for name, key in SCALINGS[kind].items():
+  for name, key in _numbers_of(kind).items():
     # Lengths of the others are read beside the object.
     if name in ours and (name != "original_length" or kind in ("llama3", "yarn")):
       value = int(ours[name]) if name == "original_length" else ours[name]

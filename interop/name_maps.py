@@ -8,7 +8,7 @@ import dataclasses
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -30,11 +30,8 @@ class Part:
       or (layer, expert).
     letters: of our parameter, without the dims of `place`, in our order.
     axes: letters of each axis of the tensor, or of its matrix.
-    origin: along each axis, the index of its first element.
-    fused: the axis along which others are joined to it in turn; None: its elements follow one
-      another along every axis.
-    run: how many of its elements follow one another along that axis.
-    period: from the first element of a run to that of the next.
+    where: along each axis, the index there of each of its elements; a range if they follow one
+      another.
     matrix: its index along the first dim of a tensor of all experts; None: of another.
   """
 
@@ -42,19 +39,13 @@ class Part:
   place: tuple[int, ...]
   letters: str
   axes: tuple[str, ...]
-  origin: tuple[int, ...] = (0, 0)
-  fused: int | None = None
-  run: int = 1
-  period: int = 1
+  where: tuple[Sequence[int], ...]
   matrix: int | None = None
 
-  def along(self, axis: int, first: int, stop: int) -> slice | np.ndarray:
+  def along(self, axis: int, first: int, stop: int) -> slice | Sequence[int]:
     """Returns where its elements from `first` to before `stop` are along an axis of the tensor."""
-    origin = self.origin[axis]
-    if axis != self.fused:
-      return slice(origin + first, origin + stop)
-    number = np.arange(first, stop)
-    return origin + number // self.run * self.period + number % self.run
+    found = self.where[axis][first:stop]
+    return slice(found.start, found.stop) if isinstance(found, range) else found
 
   def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Returns its elements along each axis, by the sizes of `sizes_of`."""
@@ -95,23 +86,18 @@ def tensors(
   Raises:
     ValueError: a parameter of the model that no tensor of the family holds.
   """
-  found: dict[str, Tensor] = {}
   sizes = sizes_of(spec)
   names = FAMILIES[model_type].names
   rows = names.rows if rows is None else rows
   in_layers = {name: row for name, row in rows.items() if "{}" in name}
-  for name, row in rows.items():
-    if name not in in_layers and (one := _tensor(spec, sizes, name, row, ())):
-      found[one.name] = one
+  wanted = [(name, row, ()) for name, row in rows.items() if name not in in_layers]
   for layer in range(spec.layers):
     stack, index = spec.place_of(layer)
-    for name, (dims, *ours) in (*in_layers.items(), *names.instead.items()):
-      row = dims, *(stack + one.removeprefix(LAYERS) for one in ours)
-      each = [(number,) for number in range(spec.experts)]
-      for expert in each if name.count("{}") > 1 else [()]:
-        if one := _tensor(spec, sizes, name.format(layer, *expert), row, (index, *expert)):
-          found[one.name] = one
-  found |= _further(spec, sizes, model_type, in_layers)
+    for pairs in (in_layers, names.instead):
+      wanted += _in_layer(spec, _renamed(pairs, stack), layer, index)
+  wanted += _further(spec, model_type, in_layers)
+  each = (_tensor(spec, sizes, *one) for one in wanted)
+  found = {tensor.name: tensor for tensor in each if tensor}
   used = {part.parameter for one in found.values() for part in one.parts}
   adapters = (LORA_A, LORA_B)  # in no model's folder
   missing = [
@@ -124,32 +110,38 @@ def tensors(
   return found
 
 
-def _further(
-  spec: DecoderSpec, sizes: Mapping[str, int], model_type: str, in_layers: Mapping[str, Row]
-) -> dict[str, Tensor]:
-  """Returns the tensors of layers that predict further tokens; arguments as of `tensors`."""
+def _renamed(rows: Mapping[str, Row], stack: str, block: str = LAYER) -> dict[str, Row]:
+  """Returns rows of another stack of layers, and with another beginning of their names."""
+  return {
+    name.replace(LAYER, block, 1): (dims, *(stack + one.removeprefix(LAYERS) for one in ours))
+    for name, (dims, *ours) in rows.items()
+  }
+
+
+def _in_layer(
+  spec: DecoderSpec, rows: Mapping[str, Row], number: int, index: int
+) -> Iterator[tuple[str, Row, tuple[int, ...]]]:
+  """Yields name, row and place of the tensors of a layer, which has a number there."""
+  for name, row in rows.items():
+    experts = [(one,) for one in range(spec.experts)] if name.count("{}") > 1 else [()]
+    for expert in experts:
+      yield name.format(number, *expert), row, (index, *expert)
+
+
+def _further(spec: DecoderSpec, model_type: str, in_layers: Mapping[str, Row]) -> Iterator[tuple]:
+  """Yields the tensors of layers that predict further tokens, as `_in_layer`."""
   further = FAMILIES[model_type].names.further
   if not spec.mtp_layers or further is None:
-    return {}
+    return
   single = [name for name in further.rows if "{}" not in name]
   if single and spec.mtp_layers > 1:
     raise ValueError(
       f"model_type {model_type!r} has one layer that predicts a further token ({single[0]}), and "
       f"model.mtp_layers={spec.mtp_layers}"
     )
-  rows = dict(further.rows)
-  for name, (dims, *ours) in in_layers.items():
-    block = further.block + name.removeprefix(LAYER)
-    rows[block] = (dims, *(MTP_LAYERS + one.removeprefix(LAYERS) for one in ours))
-  found = {}
+  rows = further.rows | _renamed(in_layers, MTP_LAYERS, further.block)
   for index in range(spec.mtp_layers):
-    number = index + spec.layers * further.behind
-    for name, row in rows.items():
-      each = range(spec.experts) if name.count("{}") > 1 else [()]
-      for expert in [(n,) if n != () else () for n in each]:
-        if one := _tensor(spec, sizes, name.format(number, *expert), row, (index, *expert)):
-          found[one.name] = one
-  return found
+    yield from _in_layer(spec, rows, index + spec.layers * further.behind, index)
 
 
 def _tensor(
@@ -186,21 +178,16 @@ def _tensor(
     raise ValueError(f"{name}: {', '.join(parameters)}: the model has only some of them")
   in_turn = dims.partition(":")[0].split(" ")[-1] if ":" in dims else ""
   turns = size_of(in_turn, sizes)
-  parts, shape, end = [], [], 0
-  for parameter, ours, own in zip(parameters, letters, each, strict=True):
-    origin = [0] * len(axes)
-    origin[fused] = end // turns
-    parts.append(Part(parameter, place, ours, own, tuple(origin)))
-    shape = [*parts[-1].shape(sizes)]
-    end += shape[fused]
-  shape[fused] = end
-  if in_turn:
-    parts = [
-      dataclasses.replace(
-        part, fused=fused, run=part.shape(sizes)[fused] // turns, period=end // turns
-      )
-      for part in parts
-    ]
+  shapes = [[size_of(axis, sizes) for axis in own] for own in each]
+  period, parts, end = sum(one[fused] for one in shapes) // turns, [], 0
+  for parameter, ours, own, shape in zip(parameters, letters, each, shapes, strict=True):
+    where: list[Sequence[int]] = [range(size) for size in shape]
+    where[fused] = range(end, end := end + shape[fused] // turns)
+    if in_turn:  # as many times
+      where[fused] = np.add.outer(np.arange(turns) * period, where[fused]).reshape(-1)
+    parts.append(Part(parameter, place, ours, own, tuple(where)))
+  shape = [*shapes[0]]
+  shape[fused] = period * turns
   if not stacked:
     lengths = iter(shape)
     shape = [1 if axis == _ONE else next(lengths) for axis in every]

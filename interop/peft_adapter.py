@@ -129,15 +129,18 @@ def _pair(spec: DecoderSpec, module: Module, layer: int) -> tuple[Tensor, Tensor
     kernel = spec.letters_of(f"{one}{_KERNEL}")
     # Of its kernel's letters, those that its inputs do not have.
     outputs = kernel.removeprefix(width) if kernel.startswith(width) else width
+    height = name_maps.size_of(outputs, sizes)
     if one in module.adapted:
-      first, inputs = len(a) * rank, spec.letters_of(f"{one}/{LORA_A}").removesuffix("r")
-      a.append(Part(f"{one}/{LORA_A}", (layer,), f"{inputs}r", ("r", inputs), (first, 0)))
-      b.append(Part(f"{one}/{LORA_B}", (layer,), f"r{outputs}", (outputs, "r"), (row, first)))
-    row += name_maps.size_of(outputs, sizes)
-  ranks = len(a) * rank
+      inputs = spec.letters_of(f"{one}/{LORA_A}").removesuffix("r")
+      ranks = range(len(a) * rank, len(a) * rank + rank)
+      across, down = range(name_maps.size_of(inputs, sizes)), range(row, row + height)
+      a.append(Part(f"{one}/{LORA_A}", (layer,), f"{inputs}r", ("r", inputs), (ranks, across)))
+      b.append(Part(f"{one}/{LORA_B}", (layer,), f"r{outputs}", (outputs, "r"), (down, ranks)))
+    row += height
+  every = len(a) * rank
   return (
-    Tensor(f"{start}.lora_A.weight", (ranks, name_maps.size_of(inputs, sizes)), tuple(a)),
-    Tensor(f"{start}.lora_B.weight", (row, ranks), tuple(b)),
+    Tensor(f"{start}.lora_A.weight", (every, name_maps.size_of(inputs, sizes)), tuple(a)),
+    Tensor(f"{start}.lora_B.weight", (row, every), tuple(b)),
   )
 
 
@@ -308,8 +311,9 @@ def read(adapter: Adapter, spec: DecoderSpec, model_type: str) -> dict[str, np.n
       continue
     for part in tensor.parts:
       if not blocks:  # one A for all parts of a fused module, and B without zeros
-        origin = (part.origin[0], 0) if of_ranks else (0, 0)
-        part = dataclasses.replace(part, origin=origin)
+        where = [*part.where]
+        where[of_ranks] = range(rank)
+        part = dataclasses.replace(part, where=tuple(where))
       parts.setdefault(part.parameter, []).append((one, part))
   if wrong:
     head = f"{KEY}={adapter.folder}: it is an adapter of another base:"

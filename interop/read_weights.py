@@ -484,7 +484,7 @@ def _fill(
       _copy(block.reshape(shape), "".join(part.axes), starts, part.letters, own, target)
 
 
-def _span(found: slice | np.ndarray) -> slice:
+def _span(found: slice | Sequence[int]) -> slice:
   """Returns the slice in which indices are, of `Part.along`."""
   return found if isinstance(found, slice) else slice(int(found[0]), int(found[-1]) + 1)
 

@@ -91,11 +91,8 @@ def read_with_numpy(name: str) -> dict[str, np.ndarray]:
       one = one if part.matrix is None else one[part.matrix]
       if one.ndim > len(part.axes):  # axes of one element, such as those of a convolution
         one = one.reshape((len(one), -1) if len(part.axes) > 1 else -1)
-      for axis, letters in enumerate(part.axes):
-        size = np.prod([sizes[letter] for letter in letters], dtype=int)
-        run, period = (part.run, part.period) if axis == part.fused else (size, 0)
-        index = [part.origin[axis] + n // run * period + n % run for n in range(size)]
-        one = np.take(one, index, axis=axis)
+      for axis in range(len(part.axes)):
+        one = np.take(one, part.where[axis], axis=axis)
       order = "".join(part.axes)
       one = one.reshape([sizes[letter] for letter in order])
       one = one.transpose([order.index(letter) for letter in part.letters])

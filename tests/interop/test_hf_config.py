@@ -118,33 +118,6 @@ def test_both_notations_are_read_the_same_and_written_back(name):
   assert back["architectures"] == given["architectures"]
 
 
-def test_missing_keys_have_the_defaults_of_their_model_type():
-  llama = read().model
-  assert (llama["kv_heads"], llama["head_size"], llama["tied_embeddings"]) == (4, 4, False)
-  assert (llama["norm_epsilon"], llama["rotary_base"], llama["window"]) == (1e-6, 1e4, 0)
-  mistral = read(model_type="mistral", num_key_value_heads=2).model
-  assert (mistral["window"], mistral["head_size"]) == (4096, 4)
-  assert read(model_type="qwen2", num_key_value_heads=2).model["window"] == 0
-  gemma = read(model_type="gemma3_text", num_key_value_heads=2).model
-  assert gemma["tied_embeddings"]
-  assert (gemma["rotary_base"], gemma["local_rotary_base"]) == (1e6, 1e4)
-  assert (gemma["head_size"], gemma["attention_scale"]) == (256, 256**-0.5)
-  gemma2 = read(model_type="gemma2", num_key_value_heads=2).model
-  assert (gemma2["attention_soft_cap"], gemma2["logits_soft_cap"]) == (50.0, 30.0)
-  assert read(model_type="phi3").model["norm_epsilon"] == 1e-5
-
-
-def test_soft_caps_of_gemma_3_are_those_that_transformers_applies():
-  assert of(GEMMA_3, final_logit_softcapping=3.0)["logits_soft_cap"] == 3.0
-
-
-def test_null_is_a_value_where_it_turns_something_off():
-  mistral = read(model_type="mistral", num_key_value_heads=None, sliding_window=None).model
-  assert (mistral["window"], mistral["kv_heads"]) == (0, 4)
-  gemma2 = read(model_type="gemma2", num_key_value_heads=2, attn_logit_softcapping=None).model
-  assert (gemma2["attention_soft_cap"], gemma2["logits_soft_cap"]) == (0.0, 30.0)
-
-
 def test_of_a_model_with_images_the_decoder_is_read():
   inner = {**LLAMA, "model_type": "gemma3_text", "num_key_value_heads": 2}
   outer = {"model_type": "gemma3", "text_config": inner, "vision_config": {"hidden_size": 8}}
@@ -165,10 +138,7 @@ def test_of_a_model_with_images_the_decoder_is_read():
       {"vocab_size": 10**12},
       "vocab_size=1000000000000: a whole number of at least 1 and at most 2,",
     ),
-    ({"hidden_size": 10**30}, "and at most 2,147,483,647 is needed"),
     ({"model_type": ["llama"]}, 'model_type: a text is expected, and ["llama"] is there'),
-    ({"hidden_act": ["silu"]}, 'hidden_act: a text is expected, and ["silu"] is there'),
-    ({"rope_scaling": {"rope_type": []}}, "rope_scaling.rope_type: a text is expected, and []"),
     ({f"key_{number}": 0 for number in range(100_000)}, "and 99,980 more"),
   ],
 )
@@ -273,19 +243,10 @@ def test_what_no_family_has_is_named_when_it_is_written():
 @pytest.mark.parametrize(
   ("preset", "model_type"),
   [
-    ("gpt2_124m", "gpt2"),
-    ("llama3_8b", "llama"),
-    ("mistral_7b", "mistral"),
-    ("qwen2_5_7b", "qwen2"),
-    ("qwen3_8b", "qwen3"),
-    ("gemma2_9b", "gemma2"),
-    ("lfm2_1_2b", "lfm2"),
-    ("bamba_9b", "bamba"),
-    ("nemotron_h_8b", "nemotron_h"),
-    ("kimi_linear_48b_a3b", "kimi_linear"),
-    ("granite4_h_micro", "granitemoehybrid"),
-    ("qwen3_next_80b_a3b", "qwen3_next"),
-    ("qwen3_5_9b", "qwen3_5_text"),
+    *(("gpt2_124m", "gpt2"), ("mistral_7b", "mistral"), ("qwen2_5_7b", "qwen2")),
+    *(("gemma2_9b", "gemma2"), ("lfm2_1_2b", "lfm2"), ("bamba_9b", "bamba")),
+    *(("nemotron_h_8b", "nemotron_h"), ("kimi_linear_48b_a3b", "kimi_linear")),
+    *(("granite4_h_micro", "granitemoehybrid"), ("qwen3_next_80b_a3b", "qwen3_next")),
   ],
 )
 def test_the_family_of_a_model_is_found_by_what_it_has(preset, model_type):
@@ -320,6 +281,7 @@ MINIMAX = {**LLAMA, "model_type": "minimax", "num_key_value_heads": 2}
 REFUSED = [
   (GRANITE_4, {"num_local_experts": -1}, "num_local_experts=-1: a whole number"),
   (GRANITE_4, {"layer_types": ["mamba", "conv"]}, "for each of the 2 layers is needed"),
+  (GRANITE_4, {"layer_types": ["mamba"] * 3}, "for each of the 2 layers is needed"),
   (BAMBA, {"mamba_d_head": 9}, "or mamba_expand * hidden_size: 32"),
   (BAMBA, {"mamba_conv_bias": False}, "mamba_conv_bias=False: only True is read"),
   (BAMBA, {"time_step_limit": [0.5]}, "the smallest and the largest step are needed"),
@@ -439,16 +401,6 @@ def test_the_sizes_and_the_scale_are_the_published_ones():
   assert model["rotary_scaling"][1]["attention_factor"] == 1.0
 
 
-def test_sizes_that_follow_may_be_written_out():
-  assert of(V3, head_dim=64, qk_head_dim=192) == of(V3)
-
-
-def test_queries_without_a_latent_vector_and_pairs_that_are_halves():
-  assert of(V3, **LITE)["query_latent_size"] == 0
-  assert of(V3, **LITE)["rotary_pairs"] == "adjacent"
-  assert of(V3, rope_interleave=False)["rotary_pairs"] == "halves"
-
-
 @pytest.mark.parametrize(("one", "every"), [(1.0, 1.0), (0.707, 0.707), (0.5, 1.5), (0.1, 0.9)])
 def test_the_scale_is_written_back_as_mscale(one, every):
   scaling = {**V3["rope_scaling"], "mscale": one, "mscale_all_dim": every}
@@ -472,19 +424,42 @@ def test_norms_of_latent_vectors_keep_their_epsilon_whatever_the_others_have():
     hf_config.write({**model, "latent_norm_epsilon": 1e-5}, 64, "deepseek_v3")
 
 
-def test_other_attention_has_no_place_in_it():
-  llama = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 4}
-  given = hf_config.read({**llama, "vocab_size": 37}, "config.json")
-  with pytest.raises(ValueError, match=r"model\.attention='grouped_query'"):
-    hf_config.write(given.model, given.positions, "deepseek_v3")
-
-
 # ------------------------------ mixtures of experts ------------------------------
 
 
 @pytest.mark.parametrize(
   ("theirs", "wanted"),
   [
+    (
+      LLAMA,
+      {
+        **{"kv_heads": 4, "head_size": 4, "tied_embeddings": False, "norm_epsilon": 1e-6},
+        **{"rotary_base": 1e4, "window": 0},
+      },
+    ),
+    (LLAMA | {"model_type": "mistral"}, {"window": 4096, "kv_heads": 8}),
+    (
+      LLAMA | {"model_type": "mistral", "num_key_value_heads": None, "sliding_window": None},
+      {"window": 0, "kv_heads": 4},
+    ),
+    (LLAMA | {"model_type": "qwen2"}, {"window": 0}),
+    (LLAMA | {"model_type": "phi3"}, {"norm_epsilon": 1e-5}),
+    (
+      GEMMA_3,
+      {
+        **{"tied_embeddings": True, "rotary_base": 1e6, "local_rotary_base": 1e4},
+        **{"head_size": 256, "attention_scale": 256**-0.5, "logits_soft_cap": 0.0},
+      },
+    ),
+    (GEMMA_3 | {"final_logit_softcapping": 3.0}, {"logits_soft_cap": 3.0}),
+    (GEMMA_3 | {"model_type": "gemma2"}, {"attention_soft_cap": 50.0, "logits_soft_cap": 30.0}),
+    (
+      GEMMA_3 | {"model_type": "gemma2", "attn_logit_softcapping": None},
+      {"attention_soft_cap": 0.0},
+    ),
+    (V3 | {"head_dim": 64, "qk_head_dim": 192}, {"head_size": 192}),
+    (V3 | LITE, {"query_latent_size": 0, "rotary_pairs": "adjacent"}),
+    (V3 | {"rope_interleave": False}, {"rotary_pairs": "halves"}),
     (MIXTRAL, {"experts": 8, "experts_per_token": 2, "expert_feedforward_size": 14_336}),
     (QWEN, {"experts": 128, "experts_per_token": 8, "router_normalized": False, "dense_layers": 0}),
     (QWEN | {"num_local_experts": 5}, {"experts": 5}),
@@ -547,11 +522,9 @@ def test_other_attention_has_no_place_in_it():
 def test_keys_and_defaults_of_each_model_type(theirs, wanted):
   found = of(theirs)
   assert {key: found[key] for key in wanted} == wanted
-
-
-def test_gpt_oss_positions_are_scaled_where_a_file_says_nothing():
-  kind, numbers = of(GPT_OSS)["rotary_scaling"]
-  assert (kind, numbers["factor"], numbers["truncate"]) == ("yarn", 32.0, False)
+  if theirs == GPT_OSS:  # scaled where a file says nothing
+    kind, numbers = found["rotary_scaling"]
+    assert (kind, numbers["factor"], numbers["truncate"]) == ("yarn", 32.0, False)
 
 
 @pytest.mark.parametrize(

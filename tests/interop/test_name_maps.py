@@ -1,16 +1,13 @@
 """The tables of tensors, against folders that transformers has written."""
 
-import dataclasses
 import functools
 
-import numpy as np
 import pytest
 
 from interop import name_maps
-from interop.hf_families import FAMILIES, Names
 from models import model_spec
 from tests.interop import folders
-from tests.interop.folders import described, job_of, read_with_numpy
+from tests.interop.folders import described, job_of
 
 stored = functools.cache(
   lambda name: folders.tensors_of(folders.FOLDER / name / "model.safetensors")
@@ -23,37 +20,6 @@ def matched(name, shapes):
 
 def shapes_of(name):
   return {tensor: array.shape for tensor, array in stored(name).items()}
-
-
-# Of those that test_read_weights reads among the long tests alone.
-@pytest.mark.parametrize(
-  "name",
-  [
-    "deepseek_v2",
-    "deepseek_v3",
-    "mixtral",
-    "qwen2",
-    "lfm2",
-    "bamba",
-    "qwen3_next",
-    "nemotron_h",
-    "kimi_linear",
-  ],
-)
-def test_what_was_read_is_joined_to_the_same_tensors(name):
-  sizes, arrays = name_maps.sizes_of(model_spec(job_of(name).config)), read_with_numpy(name)
-
-  def array(parameter, place):
-    return arrays[parameter][place]
-
-  found, wrong = matched(name, shapes_of(name))
-  assert not wrong
-  assert {*found.tensors} == {*stored(name)}
-  for tensor_name, tensor in found.tensors.items():
-    assert tensor_name == tensor.name
-    np.testing.assert_array_equal(
-      name_maps.joined(tensor, sizes, array), stored(name)[tensor_name].astype(np.float64)
-    )
 
 
 def test_missing_unknown_and_wrong_tensors_are_all_named():
@@ -109,20 +75,3 @@ def test_a_model_with_more_than_the_family_has_is_refused():
     config.model.post_norms = True
   with pytest.raises(ValueError, match=r"'llama' has no tensor for layers/attention_post_norm"):
     name_maps.tensors(model_spec(config), "llama")
-
-
-def test_a_table_row_is_all_that_a_new_family_needs():
-  rows = dict(FAMILIES["llama"].names.rows)
-  rows["model.layers.{}.self_attn.kv.weight"] = (
-    *("KH+KH D", "layers/attention/key/kernel", "layers/attention/value/kernel"),
-  )
-  for name in ("k_proj", "v_proj"):
-    del rows[f"model.layers.{{}}.self_attn.{name}.weight"]
-  family = dataclasses.replace(FAMILIES["llama"], names=Names(rows))
-  FAMILIES["test"] = family
-  try:
-    found = name_maps.tensors(model_spec(job_of("llama").config), "test")
-  finally:
-    del FAMILIES["test"]
-  one = found["model.layers.1.self_attn.kv.weight"]
-  assert (one.shape, [part.origin for part in one.parts]) == ((16, 16), [(0, 0), (8, 0)])
