@@ -41,7 +41,7 @@ LINEAR = {
 MAMBA = {"mamba_n_groups": [1] if OLD else [1, 2], "mamba_d_state": [3, 8], "mamba_d_conv": [2, 4]}
 MAMBA["mamba_chunk_size"] = [4, 7, 256]
 LATENT = {"q_lora_rank": [None, 6], "first_k_dense_replace": [0, 1], "n_group": [1, 4]}
-LATENT["topk_group"] = [1]
+LATENT |= {"topk_group": [1], "num_experts_per_tok": [2]}
 # Of any model, but GPT-2's; then name -> the values that keys of its folder may have besides.
 # Lists that follow from the number of layers are left out.
 FULL = ["full_attention"]
@@ -90,7 +90,7 @@ CHOICES = {
   "mistral4": {**LATENT, "rope": [ABSENT]},
   "llama4": {
     **{"num_hidden_layers": [4], "no_rope_layer_interval": [2, 3, 9]},
-    **{"attention_chunk_size": [7, 20], "interleave_moe_layer_step": [1, 2], "rope": [ABSENT]},
+    **{"attention_chunk_size": [5, 9], "interleave_moe_layer_step": [1, 2], "rope": [ABSENT]},
     **{key: [True, False] for key in ("use_qk_norm", "attn_temperature_tuning")},
   },
   "lfm2": {
