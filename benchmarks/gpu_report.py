@@ -4,7 +4,8 @@ r"""Everything worth measuring on one GPU in one command, most informative first
     [--gpu_parts=device,...] [--small]
 
 Each part is a process of its own with a limit of its own. What it prints is the file PART.txt in
---out, a line of JSON for each number, so that a cut loses nothing. A part that fails or runs out of
+--out, a line of JSON for each number; results.json and index.html are written again after every
+part, so that a cut loses nothing. A part that fails or runs out of
 time is reported as such, and the exit code is 1. `--small` shrinks all of it for a CPU: it shows
 that the command works, and says nothing about speed.
 
@@ -38,6 +39,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jinja2
 from absl import app, flags
 
 from benchmarks import gpu, timing
@@ -339,6 +341,33 @@ def measure(command: Sequence[str], file: pathlib.Path, seconds: float) -> int |
       return f"cut after {seconds:.0f} s"
 
 
+PAGE = jinja2.Environment(autoescape=True).from_string("""<!doctype html><meta charset="utf-8">
+<title>One GPU, measured</title><style>
+body { font: 15px/1.5 system-ui; max-width: 60em; margin: 2em auto; padding: 0 1em }
+td, th { padding: .1em .8em; text-align: right } pre { overflow-x: auto }
+</style><h1>One GPU, measured</h1>
+{% for name, part in results.items() %}<h2>{{ name }}</h2><p>exit {{ part.exit }}</p>
+{% if part.rows %}<table><tr>{% for title in part.titles %}<th>{{ title }}</th>{% endfor %}</tr>
+{% for row in part.rows %}<tr>{% for title in part.titles %}<td>
+{%- if row[title] is float %}{{ "%.4g" % row[title] }}{% else %}{{ row[title] }}{% endif -%}
+</td>{% endfor %}</tr>{% endfor %}</table>{% endif %}
+<pre>{{ part.text | join("\n") }}</pre>{% endfor %}
+""")
+
+
+def write(folder: pathlib.Path, codes: dict[str, int | str]) -> None:
+  """Writes results.json and index.html of what the parts have printed; codes: how each ended."""
+  results = {}
+  for name, code in codes.items():
+    lines = (folder / f"{name}.txt").read_text().splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    text = [line for line in lines if not line.startswith("{")][-40:]
+    titles = [*dict.fromkeys(key for row in rows for key in row)]
+    results[name] = {"exit": code, "titles": titles, "rows": rows, "text": text}
+  (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+  (folder / "index.html").write_text(PAGE.render(results=results))
+
+
 def main(argv: list[str]) -> int:
   """Runs the parts; returns the exit code."""
   del argv
@@ -350,16 +379,17 @@ def main(argv: list[str]) -> int:
     raise app.UsageError(f"--gpu_parts={unknown[0]}: one of {', '.join(PARTS)}")
   folder = pathlib.Path(_OUT.value)
   folder.mkdir(parents=True, exist_ok=True)
-  until, codes = time.monotonic() + 60 * _MINUTES.value, []
+  until, codes = time.monotonic() + 60 * _MINUTES.value, {}
   for name in wanted:
     left = until - time.monotonic()
     if left < 5:
       print(f"{name}: no time left", flush=True)
       break
     file, began = folder / f"{name}.txt", time.monotonic()
-    codes.append(measure(command_of(name), file, min(PARTS[name], left)))
-    print(f"{name}: exit {codes[-1]}, {time.monotonic() - began:.0f} s, {file}", flush=True)
-  return 0 if codes == [0] * len(wanted) else 1
+    codes[name] = measure(command_of(name), file, min(PARTS[name], left))
+    write(folder, codes)
+    print(f"{name}: exit {codes[name]}, {time.monotonic() - began:.0f} s, {file}", flush=True)
+  return 0 if [*codes.values()] == [0] * len(wanted) else 1
 
 
 if __name__ == "__main__":

@@ -16,6 +16,12 @@ def test_what_a_part_prints_is_kept_where_it_is_cut_and_a_refusal_is_a_row(tmp_p
   gpu_report.shown({"kernel": "x"}, lambda: {"ms": 1 / 0})
   row = {"kernel": "x", "failed": "ZeroDivisionError: division by zero"}
   assert json.loads(capsys.readouterr().out) == row
+  file.write_text(f"first\n{json.dumps(row)}\n")
+  gpu_report.write(tmp_path, {"part": "cut after 2 s"})
+  found = json.loads((tmp_path / "results.json").read_text())
+  expected = {"exit": "cut after 2 s", "titles": [*row], "rows": [row], "text": ["first"]}
+  assert found == {"part": expected}
+  assert "division by zero" in (tmp_path / "index.html").read_text()
 
 
 @pytest.mark.long
