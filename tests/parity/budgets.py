@@ -27,7 +27,7 @@ from planning.step_facts import of_job
 from runtime import collectives, devices
 from tests.helpers.jobs import make_job
 from tests.parity import expert_cases, latents, pipeline_cases
-from tests.parity.comparison import COLLECTIVE_MATMUL, SEQUENCE_PARALLEL
+from tests.parity.comparison import COLLECTIVE_MATMUL, SEQUENCE_PARALLEL, Run, train
 from training.setup import Job
 
 PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "budgets.md"
@@ -37,6 +37,7 @@ INVOLUNTARY = "nvoluntary full rematerialization"  # XLA says so on stderr, whil
 MUON = {"optimizer.name": "muon"}
 SOAP = {"optimizer.name": "soap"}
 MICROBATCHES = {"training.gradient_accumulation_steps": 2}
+MEETING = "groups of fsdp=2 x tensor=2, meeting"  # by an outer optimizer
 # Title -> file of configs/, and what is set beside it.
 STRATEGIES = {
   "dp8": ("dp8", {}),
@@ -80,7 +81,7 @@ STRATEGIES = {
     "single",
     {"mesh.data": 4, "mesh.context": 2, "model.context_attention": "ulysses"},
   ),
-  "groups of fsdp=2 x tensor=2, meeting": (
+  MEETING: (
     "single",
     {
       **{"mesh_dcn.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
@@ -119,7 +120,7 @@ def added_up(found: Iterable[terms.Term], job: Job, itemsize: int | None = None)
   Args:
     found: terms of the job.
     job: whose mesh it is.
-    itemsize: bytes of every element, where all is computed in one dtype; None: of each its own.
+    itemsize: bytes of every computed number, if all are in one dtype; None: of each its own.
   """
   sums = defaultdict(lambda: (0, 0))
   for term in found:
@@ -127,7 +128,8 @@ def added_up(found: Iterable[terms.Term], job: Job, itemsize: int | None = None)
     # On CPUs an all-to-all is compiled as one array for each device.
     sizes = [job.devices.sizes[axis] for axis in term.axes]
     each = math.prod(sizes) if term.kind == "all-to-all" else term.arrays
-    size += term.runs * term.elements * (itemsize or term.itemsize)
+    given = term.why.startswith("tokens, targets")  # of the batch, in its own dtypes
+    size += term.runs * term.elements * (itemsize if itemsize and not given else term.itemsize)
     sums[term.kind, term.axes] = arrays + term.runs * each, size
   return dict(sums)
 
@@ -164,10 +166,11 @@ class Step:
     return dict(found)
 
 
-def job_of(strategy: str, **overrides) -> Job:
-  """Returns the small job of one of `STRATEGIES`, here or of experts."""
-  file, changed = {**STRATEGIES, **expert_cases.STRATEGIES}[strategy]
-  return make_job(file, "lm", **{**changed, **overrides})
+def job_of(strategy: str, *, recipe: str = "lm", **overrides) -> Job:
+  """Returns the small job of one of `STRATEGIES`, here or of experts, or of a file of configs/."""
+  every = {**STRATEGIES, **expert_cases.STRATEGIES}
+  file, changed = every.get(strategy, (strategy, {}))
+  return make_job(file, recipe, **{**changed, **overrides})
 
 
 shared_job = functools.cache(job_of)
@@ -198,10 +201,22 @@ def compile_step(job: Job) -> Step:
   return Step(job, text, said)
 
 
-@functools.cache
-def step(strategy: str) -> Step:
-  """Returns the step of one of `STRATEGIES`, compiled once for all tests."""
-  return compile_step(shared_job(strategy))
+def measured(strategy: str, recipe: str = "lm", **overrides) -> tuple[Run, Step]:
+  """Takes three steps in float64 on the mesh of a strategy; returns them, and what one sends."""
+  file, changed = (VIT_STRATEGIES if recipe == "vit" else STRATEGIES)[strategy]
+  momentum = {"optimizer.momentum": 0.9} if "ZeRO-1" in strategy else {}
+  keys = {**changed, **momentum, **overrides}
+  run, said = said_while(lambda: train(recipe, "float64", keys, file=file))
+  return run, Step(run.job, run.trained.text, said)
+
+
+# Of one of `STRATEGIES`, once for all tests.
+trained = functools.cache(measured)
+
+
+def assert_within_budget(ours: Step, itemsize: int | None = None) -> None:
+  """Compares all that a step sends with the terms of its job; `itemsize` as of `added_up`."""
+  assert ours.sent() == budget(ours.job, itemsize)
 
 
 def said_while(compile_it: Callable[[], Any]) -> tuple[Any, str]:
@@ -273,7 +288,7 @@ _INTRODUCTION = f"""\
 Written by `{COMMAND}`; do not edit.
 
 What one train step of small configs sends, by the formulas of `planning/terms.py`, with which plans
-are made. `tests/parity/test_budgets.py` compares them with the compiled programs, exactly: kinds of
+are made. `tests/parity/test_strategies.py` compares them with compiled programs, exactly: kinds of
 collectives, axes (identified by the device ids of each group), arrays and bytes.
 
 Bytes are payload per device: the array that is reduced or scattered, or the gathered array. In a
@@ -325,14 +340,15 @@ _OF_MUON = """\
 ## The update of Muon
 
 With `optimizer.name=muon` a step sends this in addition; AdamW's update sends nothing, or with
-ZeRO-1 the same all-gather. `tests/parity/test_muon.py` compares it with the compiled updates."""
+ZeRO-1 the same all-gather. `tests/parity/test_optimizers.py` compares it with the compiled
+updates."""
 
 _OF_SOAP = """\
 ## The update of SOAP
 
 With `optimizer.name=soap` a step that refreshes the bases sends this in addition.
-`tests/parity/test_soap.py` compares it with the compiled updates, and what a step without a refresh
-sends."""
+`tests/parity/test_optimizers.py` compares it with the compiled updates, and what a step without a
+refresh sends."""
 
 
 def _sizes(job: Job, letters: str) -> str:

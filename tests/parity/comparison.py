@@ -66,6 +66,7 @@ def train(
   dtype: str,
   overrides: dict[str, Any],
   drawn: Callable[[Job, int], dict[str, np.ndarray]] = host_batch,
+  file: str = "single",
 ) -> Run:
   """Takes three SGD steps on random batches whose rows weigh differently.
 
@@ -74,10 +75,11 @@ def train(
     dtype: of the parameters.
     overrides: dotted keys.
     drawn: job, step -> a global batch.
+    file: of configs/.
   """
   with jax.enable_x64(dtype == "float64"):
     given = {key: value for key, value in PLAIN.items() if recipe == "lm" or "data." not in key}
-    job = make_job("single", recipe, **{**given, "training.parameter_dtype": dtype, **overrides})
+    job = make_job(file, recipe, **{**given, "training.parameter_dtype": dtype, **overrides})
     if len({*Ramp.of(job.config.data).stages(STEPS)}) > 1:
       return Run(job, _through_stages(job))
     batch = lambda step: place(job, drawn(job, step))  # noqa: E731

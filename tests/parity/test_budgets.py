@@ -1,4 +1,4 @@
-"""What each strategy's compiled step sends is what formulas say, array by array and to the byte."""
+"""What steps send, beside tests/parity/test_strategies.py: options, depth, chunks of the loss."""
 
 import re
 
@@ -8,92 +8,62 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from partitioning import rules
-from partitioning.parallel import collectives as manual
 from planning import terms
-from runtime import collectives, hlo
+from runtime import collectives
 from tests.helpers.jobs import make_job
 from tests.parity.budgets import (
   COMMAND,
   INVOLUNTARY,
-  LONG,
+  MEETING,
   PAGE,
-  STRATEGIES,
-  Step,
+  assert_within_budget,
   budget,
   compile_step,
   job_of,
+  measured,
   of_sources,
   page,
   said_while,
   shared_job,
-  step,
+  trained,
 )
+from tests.parity.comparison import assert_equal
 from tests.parity.variants import FAMILIES, LEARNED
-from training.setup import Job
-
-
-def assert_within_budget(ours: Step) -> None:
-  """Compares all that a step sends with the terms of its job."""
-  assert ours.sent() == budget(ours.job)
-
-
-CASES = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in STRATEGIES]
-
-
-@pytest.mark.parametrize("strategy", CASES)
-def test_a_step_sends_what_its_terms_say(strategy):
-  assert_within_budget(step(strategy))
-
 
 LARGEST = "dp2_fsdp2_tp2, sequence-parallel"
+NORMS = {"model.query_key_norm": True, "model.query_key_norm_across_heads": True}
+SINKS = {"model.attention_sinks": True}
 
 
-# Tied embeddings, learned positions, biases and norms of heads; adapters, without other gradients.
 @pytest.mark.parametrize(
   ("strategy", "keys"),
   [
-    (LARGEST, LEARNED),
-    pytest.param("dp4_tp2", LEARNED, marks=pytest.mark.long),
+    # Tied embeddings, learned positions, biases, norms of heads, sinks; and dropout sends nothing.
+    (LARGEST, {**LEARNED, **NORMS, **SINKS, "model.dropout_rate": 0.3}),
+    (MEETING, {}),
     pytest.param("dp2_fsdp2_tp2", FAMILIES, marks=pytest.mark.long),
     pytest.param("dp4_tp2", {"lora.rank": 3}, marks=pytest.mark.long),
   ],
 )
 def test_a_step_of_other_decoders_sends_what_its_terms_say(strategy, keys):
-  assert_within_budget(compile_step(job_of(strategy, **keys)))
-
-
-def test_dropout_sends_nothing():
-  ours = compile_step(job_of("dp4_tp2", **{"model.dropout_rate": 0.3}))
+  ours = compile_step(job_of(strategy, **keys))
   assert_within_budget(ours)
-  assert "rng" in ours.text or "xor" in ours.text
+  assert INVOLUNTARY not in ours.said
 
 
-def test_norms_across_heads_send_a_sum_of_squares_of_each_token():
-  keys = {"model.query_key_norm": True, "model.query_key_norm_across_heads": True}
-  job, plain = job_of("dp4_tp2", **keys), shared_job("dp4_tp2")
-  assert_within_budget(compile_step(job))
+def test_norms_across_heads_and_sinks_are_counted_by_hand():
+  """The budget itself, that compiled steps are held to: a sum of squares of each token; a sink."""
+  job, plain = job_of("dp4_tp2", **NORMS), shared_job("dp4_tp2")
   (_, more), (_, without) = (
     of_sources(one, *terms.SOURCES)["all-reduce", ("tensor",)] for one in (job, plain)
   )
   assert more - without == 4 * 2 * 4 * 12 * 4  # of queries and of keys, forward and backward: L b T
-
-
-def test_sinks_of_attention_send_their_gradients_and_nothing_else():
-  ours = compile_step(job_of("dp2_fsdp2_tp2", **{"model.attention_sinks": True}))
-  assert_within_budget(ours)
-  key = "all-reduce", ("data", "fsdp")
-  (arrays, size), (before, without) = ours.sent()[key], budget(shared_job("dp2_fsdp2_tp2"))[key]
+  job, plain = (job_of("dp2_fsdp2_tp2", **keys) for keys in (SINKS, {}))
+  (arrays, size), (before, without) = (
+    budget(x)["all-reduce", ("data", "fsdp")] for x in (job, plain)
+  )
   # Of the half of the eight heads that a device has, in each of two layers, 4 bytes.
   assert (arrays - before, size - without) == (2, 2 * 4 * 4)
-
-
-@pytest.mark.long  # as traced: test_half_of_each_chunk_goes_each_way
-def test_a_ring_of_collective_matmuls_sends_halves_in_both_directions():
-  # 16 tokens over 4 devices: 4 each, two in each direction.
-  keys = {"data.sequence_length": 16}
-  ours = compile_step(job_of("fsdp=2 x tensor=4, collective matmul", **keys))
-  assert_within_budget(ours)
-  assert ours.sent()["collective-permute", ("tensor",)][0] == 2 * (10 * 2 + 2) * 3
 
 
 def test_fsdp_is_fsdp8_on_eight_devices():
@@ -101,12 +71,6 @@ def test_fsdp_is_fsdp8_on_eight_devices():
   assert ours.devices == wanted.devices
   assert ours.placements == wanted.placements
   assert ours.config.partitioning == wanted.config.partitioning
-
-
-@pytest.mark.parametrize("strategy", CASES)
-def test_no_involuntary_rematerialization(strategy):
-  # XLA says so on stderr only, while it compiles.
-  assert INVOLUNTARY not in step(strategy).said
 
 
 def test_an_involuntary_rematerialization_would_be_seen():
@@ -124,66 +88,50 @@ def test_an_involuntary_rematerialization_would_be_seen():
 
 
 def test_the_layers_are_gathered_one_by_one():
-  ours = step("fsdp8")
+  _, ours = trained("fsdp8")
   model = ours.job.config.model
   found = collectives.collectives(ours.text, ours.job.mesh)
   sizes = [c.bytes for c in found if c.kind == "all-gather" and "while" in c.source]
-  assert max(sizes) == 4 * model.model_size * model.feedforward_size
+  assert max(sizes) == 8 * model.model_size * model.feedforward_size
   assert all(c.arrays == 1 for c in found if c.kind == "all-gather")
 
 
 def test_what_is_sent_is_linear_in_the_layers_and_the_program_does_not_grow():
-  jobs = [shared_job(LARGEST), *(job_of(LARGEST, **{"model.layers": n}) for n in (3, 4))]
-  steps = [step(LARGEST), compile_step(jobs[2])]
-  for ours in steps:
-    assert_within_budget(ours)  # of the program of three layers, only the budget is looked at
-  two, three, four = map(without_norm, jobs)
+  jobs = [job_of(LARGEST, **{"model.layers": n}) for n in (2, 3, 4)]
+  # But for scalars, of which each depth has others: those of the norm.
+  two, three, four = (of_sources(job, *terms.SOURCES) for job in jobs)
   assert two.keys() == three.keys() == four.keys()
   for key in two:
     for a, b, c in zip(two[key], three[key], four[key], strict=True):
       assert c - b == b - a >= 0, key
   assert three["all-gather", ("fsdp",)] > two["all-gather", ("fsdp",)]
-  for size in (instructions, len):  # 1 %: how the norm cuts what it sums, and the digits of sizes
-    found = [size(ours.text) for ours in steps]
-    assert max(found) <= 1.01 * min(found), found
-
-
-def without_norm(job: Job) -> dict:
-  """Returns a budget but for scalars, of which each depth has others: those of the norm."""
-  return of_sources(job, *terms.SOURCES)
-
-
-def instructions(text: str) -> int:
-  """Returns how many instructions a program has."""
-  program = hlo.parse(text)
-  return sum(len(c.instructions) for c in program.computations.values())
+  found = []
+  for job in jobs[::2]:
+    with job.tracing():
+      found.append(
+        jax.jit(job.program.train_step).lower(job.state, job.batch).as_text().count(" = ")
+      )
+  assert max(found) <= 1.01 * min(found), found
 
 
 # ---- The loss in chunks ----
 
 
-@pytest.mark.parametrize("strategy", ["fsdp8", "dp2_fsdp2_tp2, sequence-parallel"])
-def test_a_loss_in_chunks_sends_no_more_for_kernels_and_never_has_all_logits(strategy):
-  whole = step(strategy)
-  cut = compile_step(job_of(strategy, **{"training.loss_chunks": 4}))
+def test_a_loss_in_chunks_sends_no_more_for_kernels_and_never_has_all_logits():
+  (run, whole), (ours, cut) = trained(LARGEST), measured(LARGEST, **{"training.loss_chunks": 4})
+  assert_equal(ours, run, "float64")
   before, after = whole.sent(), cut.sent()
   assert after.keys() == before.keys()
   for key, (_, size) in after.items():
     assert size <= before[key][1], key
   [logits] = [one for one in whole.job.activations.seen if one.letters == "BTV"]
   here = rules.shard_shape(logits.shape, logits.spec, whole.job.devices.sizes)
-  text = f"f32[{','.join(map(str, here))}]"
+  text = f"f64[{','.join(map(str, here))}]"
   assert text in whole.text
   assert text not in cut.text
 
 
 # ---- What the budget must catch ----
-
-
-def test_a_budget_catches_dropped_constraints(monkeypatch):
-  monkeypatch.setattr(jax.lax, "with_sharding_constraint", lambda x, spec: x)
-  with pytest.raises(AssertionError):
-    assert_within_budget(compile_step(job_of("fsdp8")))
 
 
 def test_a_budget_catches_kernels_that_are_kept(monkeypatch):
@@ -192,32 +140,16 @@ def test_a_budget_catches_kernels_that_are_kept(monkeypatch):
   ours = compile_step(job_of("fsdp8"))
   with pytest.raises(AssertionError):
     assert_within_budget(ours)
-  stacked = r"f32\[2,40,56\]"  # [L, D, F] whole; a device's share is [2, 5, 56]
-  assert re.search(stacked, ours.text)
-  assert not re.search(stacked, step("fsdp8").text)
-
-
-def test_a_budget_catches_a_sum_that_is_taken_again(monkeypatch):
-  # The transpose of psum: right, and one collective more for each block.
-  plain = step("dp4_tp2")
-  monkeypatch.setattr(manual, "total", lambda x, axes: jax.lax.psum(x, axes) if axes else x)
-  ours = compile_step(job_of("dp4_tp2"))
-  with pytest.raises(AssertionError):
-    assert_within_budget(ours)
-  key = "all-reduce", ("tensor",)
-  more = ours.sent()[key][1] - plain.sent()[key][1]
-  assert more == 4 * (2 * 2 + 1) * 4 * 12 * 40  # float32, 2 L + 1 times b T D
+  stacked = r"\[2,40,56\]"  # [L, D, F] whole; a device's share is [2, 5, 56]
+  assert re.search(rf"f32{stacked}", ours.text)
+  assert not re.search(rf"f64{stacked}", trained("fsdp8")[1].text)
 
 
 # ---- The page ----
 
 
 @pytest.mark.long
-def test_the_page_is_what_the_terms_say():
+def test_the_page_is_what_the_terms_say(monkeypatch):
   assert PAGE.read_text() == page(), f"stale: run {COMMAND}"
-
-
-@pytest.mark.long
-def test_a_page_that_says_otherwise_is_stale(monkeypatch):
   monkeypatch.setattr(terms, "SOURCES", terms.SOURCES[1:])
   assert PAGE.read_text() != page()

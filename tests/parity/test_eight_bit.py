@@ -2,18 +2,15 @@
 
 import functools
 
-import jax
 import numpy as np
 import pytest
 from etils import epath
 
 from input_pipeline.row_source import array_source
-from partitioning.parallel import collectives
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity import budgets
 from tests.parity.comparison import (
-  ADAPTERS,
   COLLECTIVE_MATMUL,
   MESHES,
   PLAIN,
@@ -60,28 +57,6 @@ def test_trains_as_on_one_device(kind, mesh):
   assert_equal(ours, on_one_device(kind), "float64")
 
 
-@pytest.mark.long
-def test_between_processes_and_with_a_residual_split_over_its_width(monkeypatch):
-  wanted = on_one_device("int8")
-  tables = {"model": ("context",), "sequence": (), "residual_sequence": ()}
-  split = {
-    **{"mesh.data": 2, "mesh.context": 2, "mesh.tensor": 2, **SEQUENCE_PARALLEL},
-    **{f"partitioning.activations.{name}": axes for name, axes in tables.items()},
-  }
-  assert_equal(train("lm", "float64", {**INT8, **split}), wanted, "float64")
-  monkeypatch.setattr(collectives.jax.distributed, "is_initialized", lambda: True)
-  assert_equal(train("lm", "float64", {**INT8, **ALL}), wanted, "float64")
-
-
-@pytest.mark.long
-def test_gradients_reduced_once_per_step_are_the_same():
-  microbatches = {"training.gradient_accumulation_steps": 2}
-  wanted = train("lm", "float64", {**INT8, **microbatches})
-  ours = train("lm", "float64", {**INT8, **microbatches, **ALL})
-  assert ours.job.program.reduce_once_over == "data"
-  assert_equal(ours, wanted, "float64")
-
-
 def test_float8_reduces_gradients_after_each_microbatch():
   # A scale is that of the rows of all devices.
   keys = {**FLOAT8, **ALL, "training.gradient_accumulation_steps": 2}
@@ -90,13 +65,6 @@ def test_float8_reduces_gradients_after_each_microbatch():
     ValueError, match=r"gradient_reduction=step: training\.matmul_dtype='float8' has"
   ):
     make_job("single", "lm", **keys, **{"training.gradient_reduction": "step"})
-
-
-@pytest.mark.long
-def test_adapters_of_8_bit_kernels_train_as_on_one_device():
-  wanted = train("lm", "float64", {**INT8, **ADAPTERS})
-  assert_equal(train("lm", "float64", {**INT8, **ADAPTERS, **ALL}), wanted, "float64")
-  assert all("/lora_" in name for name in wanted.trained.gradients)
 
 
 def test_rounding_changes_little_and_all_kernels_of_the_layers():
@@ -130,17 +98,6 @@ def test_a_history_has_one_magnitude_for_a_step_with_rematerialization_and_micro
   assert again[0] == pytest.approx(losses, rel=1e-6)
   for name, history in again[1].items():
     np.testing.assert_allclose(history, wanted[name], rtol=1e-5, err_msg=name)
-
-
-@pytest.mark.long
-def test_microbatches_give_the_largest_magnitude_of_all():
-  # Of the first step: kernels and inputs of the first layer are those of the full batch.
-  _, wanted = histories(1)
-  _, ours = histories(1, **{"training.gradient_accumulation_steps": 4})
-  for name in ("layers/attention/query/amax_history", "layers/mlp/up/amax_history"):
-    np.testing.assert_allclose(ours[name][:, 1], wanted[name][:, 1], rtol=1e-6)
-  query = "layers/attention/query/amax_history"
-  np.testing.assert_allclose(ours[query][0, 0], wanted[query][0, 0], rtol=1e-6)
 
 
 def text(job):
@@ -211,14 +168,3 @@ def test_a_step_with_int8_sends_what_formulas_say(strategy):
   ours = budgets.compile_step(budgets.job_of(strategy, **INT8))
   assert budgets.INVOLUNTARY not in ours.said
   assert {key: size for key, (_, size) in ours.sent().items()} == expected(strategy, ours.job)
-
-
-@pytest.mark.long
-def test_what_each_device_adds_to_a_history_is_caught(monkeypatch):
-  # test_trains_as_on_one_device, delayed: the magnitudes of all devices added up.
-  monkeypatch.setattr(jax.lax, "axis_index", lambda axes: 0)
-  _, ours = histories(1, **MESHES["fsdp8"])
-  monkeypatch.undo()
-  _, wanted = histories(1)
-  name = "layers/mlp/up/amax_history"
-  assert not np.allclose(ours[name], wanted[name], rtol=1e-2)

@@ -5,7 +5,6 @@ another order might choose differently, and the comparison would say nothing.
 """
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from tests.helpers.jobs import first_state, host_batch, make_job
@@ -16,7 +15,6 @@ from tests.parity.choices import (
   margins,
 )
 from tests.parity.comparison import assert_equal, train
-from training.parity import BOUNDS, beyond, differences
 
 EXPERTS = {
   "model.experts": 8,
@@ -126,15 +124,3 @@ def test_a_router_of_zeros_is_inconclusive():
   _, equal = first_choices(job, params)
   with pytest.raises(InconclusiveError):
     assert_conclusive([*equal], "float32")
-
-
-@pytest.mark.long
-def test_in_float32_choices_are_equal_and_then_values():
-  runs = [train("lm", "float32", {**ONE_LAYER, **mesh}) for mesh in ({}, MESH)]
-  found = [first_choices(run.job, first_state(run.job).params) for run in runs]
-  choices, drawn = zip(*found, strict=True)
-  assert_conclusive([*drawn[0]], "float32")
-  np.testing.assert_array_equal(*choices)
-  trained = [run.trained for run in runs]
-  first = [one for one in differences(*trained) if one.what == "gradient" or one.name == "step 1"]
-  assert not beyond(first, BOUNDS["float32"])

@@ -4,14 +4,12 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from partitioning import rules
-from partitioning.parallel import matmuls
 from partitioning.rules import named_leaves
-from tests.helpers.jobs import first_state, host_batch, make_job, place
+from tests.helpers.jobs import first_state, host_batch, make_job
 from tests.models import numpy_decoder
 from tests.parity import budgets
 from tests.parity.comparison import (
@@ -107,29 +105,6 @@ def test_loss_and_gradients_are_those_of_merged_kernels():
   assert_as_merged(on_one_device().trained)
 
 
-def training_loss(overrides):
-  """Returns the first loss, with dropout."""
-  keys = {**PLAIN, "training.parameter_dtype": "float64", **ADAPTERS, **overrides}
-  with jax.enable_x64(True):
-    job = make_job("single", "lm", **keys)
-
-    def loss(params, batch):
-      sums = job.program.sums(params, batch, jax.random.key(5))
-      return sums["loss"] / sums["weight"]
-
-    given = (job.state_shardings.params, job.batch_shardings)
-    compiled = job.compile(loss, job.state.params, job.batch, in_shardings=given).function
-    return float(compiled(first_state(job).params, place(job, host_batch(job))))
-
-
-@pytest.mark.long
-def test_dropout_drops_the_same_on_every_mesh():
-  dropped = training_loss({"lora.dropout": 0.3})
-  assert abs(dropped - of_merged()[1]) > 1e-3
-  mesh = {**MESHES["data2_fsdp2_tensor2"], **SEQUENCE_PARALLEL}
-  assert training_loss({"lora.dropout": 0.3, **mesh}) == pytest.approx(dropped, rel=1e-12)
-
-
 # ---- What the compiled step holds and sends ----
 
 SPLIT = "dp2_fsdp2_tp2, sequence-parallel"
@@ -192,19 +167,3 @@ def test_a_scale_left_out():
   inputs = [batch[name] for name in ("tokens", "targets", "weights")]
   found = numpy_decoder.loss(job.config, merged(arrays), *inputs, np.zeros_like(batch["tokens"]))
   assert abs(found - loss) > 1e-3
-
-
-def test_a_partial_sum_of_an_update_left_out(monkeypatch):
-  # test_adapters_train_as_on_one_device: only one device's part of x A is counted.
-  original = matmuls._Products._updated
-
-  def updated(self, results, x, operands):
-    found = original(self, results, x, operands)
-    if self._x == "BTD":
-      return found
-    first = jax.lax.axis_index("tensor") == 0
-    return [jnp.where(first, y, result) for y, result in zip(found, results, strict=True)]
-
-  of_merged()
-  monkeypatch.setattr(matmuls._Products, "_updated", updated)
-  assert abs(training_loss(MESHES["data4_tensor2"]) - of_merged()[1]) > 1e-3

@@ -8,11 +8,8 @@ import importlib
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
-import numpy as np
 import pytest
 
-from models import layers, positions
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job
 from tests.parity.test_bfloat16 import equations
@@ -34,12 +31,16 @@ EVERYTHING = {
 }
 
 
-def narrow(**overrides):
-  """Returns the names of those functions in a train step that have a bfloat16 argument."""
+def narrow(whole=False, **overrides):
+  """Returns the names of those functions that have a bfloat16 argument: of a loss, or a step."""
   keys = {**EVERYTHING, "training.compute_dtype": "bfloat16", **overrides}
   job = make_job("single", "lm", **keys)
   with job.tracing(), jax.numpy_dtype_promotion("standard"):
-    program = jax.make_jaxpr(job.program.train_step)(job.state, job.batch)
+    if whole:
+      program = jax.make_jaxpr(job.program.train_step)(job.state, job.batch)
+    else:
+      given = job.state.params, job.batch, jax.random.key(0)
+      program = jax.make_jaxpr(job.program.sums)(*given)
   return {
     one.primitive.name
     for one in equations(program.jaxpr)
@@ -50,90 +51,24 @@ def narrow(**overrides):
   }
 
 
-RING = {"mesh.context": 2, "model.context_attention": "ring"}
-
-
-@pytest.mark.parametrize("mesh", [{}, RING])
+@pytest.mark.parametrize("mesh", [{}, {"mesh.context": 2, "model.context_attention": "ring"}])
 def test_sums_softmax_norms_angles_and_logits_are_in_float32(mesh):
-  assert narrow(**mesh) == set()
+  assert narrow(whole=True, **mesh) == set()
 
 
 @pytest.mark.parametrize(
-  ("module", "missed"),
+  ("modules", "missed"),
   [
-    ("models.layers", {"rsqrt", "reduce_sum"}),  # norms, and the gradients of scales and biases
-    ("models.attention", {"exp", "reduce_max", "tanh"}),  # the softmax of the scores, soft-capped
-    ("models.positions", {"cos", "sin"}),  # angles of positions
-    ("models.transformer", {"tanh"}),  # the soft cap of the logits
+    (["layers"], {"rsqrt", "reduce_sum"}),  # norms
+    (["attention"], {"exp", "reduce_max", "tanh"}),  # the softmax of the scores, soft-capped
+    (["positions"], {"cos", "sin"}),  # angles of positions
+    (["transformer", "losses"], {"tanh", "exp", "log"}),  # logits, soft-capped, and the loss
   ],
 )
-def test_each_choice_is_missed(module, missed, monkeypatch):
-  monkeypatch.setattr(importlib.import_module(module), "wide_dtype", jnp.dtype)
+def test_each_choice_is_missed(modules, missed, monkeypatch):
+  for name in modules:
+    monkeypatch.setattr(importlib.import_module(f"models.{name}"), "wide_dtype", jnp.dtype)
   assert missed <= narrow()
-
-
-def test_the_loss_is_missed(monkeypatch):
-  # The logits are cast before it, too.
-  for module in ("models.losses", "models.transformer"):
-    monkeypatch.setattr(importlib.import_module(module), "wide_dtype", jnp.dtype)
-  assert {"exp", "log"} <= narrow()
-
-
-def rounded_once(function, monkeypatch, module):
-  """Returns the error of bfloat16 results, in units of half a place; as is, and undone.
-
-  Args:
-    function: returns results, and float64 ones with the size that an error is measured by.
-    monkeypatch: pytest's.
-    module: that computes in float32 or wider.
-  """
-  errors = []
-  for undone in (False, True):
-    if undone:
-      monkeypatch.setattr(module, "wide_dtype", jnp.dtype)
-    found, wanted, size = function()
-    assert found.dtype == jnp.bfloat16
-    errors.append(np.max(np.abs(np.asarray(found, np.float64) - wanted) / size) * 2**8)
-  return errors
-
-
-def drawn(*shape):
-  """Returns normal numbers in bfloat16."""
-  return np.random.default_rng(0).standard_normal(shape).astype(ml_dtypes.bfloat16)
-
-
-def test_a_rotation_is_rounded_once(monkeypatch):
-  x, angles = drawn(2, 64, 3, 32), np.random.default_rng(1).uniform(0, 100, (1, 64, 16))
-  table = np.stack([np.cos(angles), np.sin(angles)])
-  first, second = np.split(x.astype(np.float64), 2, axis=-1)
-  cos, sin = table[:, :, :, None]
-  wanted = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-  def function():
-    found = positions.apply_rope(jnp.asarray(x), jnp.asarray(table, jnp.float32))
-    return found, wanted, np.abs(wanted)
-
-  good, bad = rounded_once(function, monkeypatch, positions)
-  assert good < 1.01 < 4 < bad
-
-
-@pytest.mark.parametrize("centred", [False, True])
-def test_a_norm_is_rounded_once(centred, monkeypatch):
-  x, scale, bias = drawn(64, 200), drawn(200), np.zeros(200, ml_dtypes.bfloat16)
-  wide = x.astype(np.float64) - (x.astype(np.float64).mean(-1, keepdims=True) if centred else 0)
-  wanted = wide / np.sqrt((wide**2).mean(-1, keepdims=True)) * scale.astype(np.float64)
-
-  def function():
-    with jax.numpy_rank_promotion("allow"):
-      found = (
-        layers.layer_norm(*map(jnp.asarray, (x, scale, bias)), epsilon=0.0)
-        if centred
-        else layers.rms_norm(jnp.asarray(x), jnp.asarray(scale), epsilon=0.0)
-      )
-    return found, wanted, np.abs(wanted)
-
-  good, bad = rounded_once(function, monkeypatch, layers)
-  assert good < 1.01 < 2 < bad
 
 
 def test_parameters_moments_gradients_and_the_update_are_float32():

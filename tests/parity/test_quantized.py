@@ -53,7 +53,7 @@ def quantized(job, plain: State) -> State:
   found = {}
   for name, x in given.items():
     if kind := spec.format_of(name):
-      parts = jax.jit(kind.encoded)(x)
+      parts = kind.encoded(x, np)
       found |= {f"{name.removesuffix('/kernel')}/{part}": x for part, x in parts.items()}
     else:
       found[name] = x
@@ -91,9 +91,8 @@ def test_trains_as_on_one_device(mesh):
   assert_equal(ours, on_one_device(dtype, **more), "float64")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "nf4"])
-def test_trains_as_the_decoded_model(dtype):
-  wanted = on_one_device(dtype, **ADAPTERS)
+def test_trains_as_the_decoded_model():
+  wanted = on_one_device("nf4", **ADAPTERS)
   with jax.enable_x64(True):
     job = make_job("single", "lm", **SIZES, **ADAPTERS)
     spec, state = model_spec(wanted.job.config), quantized(wanted.job, plain_state(**ADAPTERS))

@@ -1,4 +1,4 @@
-"""Updates of an optimizer alone, or train steps, in float64, the same on all meshes."""
+"""Updates of an optimizer alone, by gradients that are the same on all meshes."""
 
 import dataclasses
 import functools
@@ -9,110 +9,95 @@ import jax
 import numpy as np
 
 from partitioning.rules import named_leaves
-from tests.helpers.jobs import first_state, host_batch, make_job, place
+from tests.helpers.jobs import first_state
 from tests.parity.budgets import Step, job_of, said_while
 from tests.training.checkpointing.states import moved
 from training.parity import BOUNDS
-from training.state import State
+from training.state import State, wide
 
-FLOAT64 = {
-  "training.parameter_dtype": "float64",
-  "training.matmul_precision": "highest",
-  "optimizer.schedule": "constant",  # others compute in float32
-  "optimizer.warmup_steps": 0,
-}
+FLOAT64 = {"training.parameter_dtype": "float64", "training.matmul_precision": "highest"}
+CONSTANT = {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0}  # others are in float32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Runs:
-  """Runs of the small `lm` job on meshes.
+class Updates:
+  """Updates of a small job on meshes: gradients are random numbers times where they are taken.
 
   Attributes:
     keys: overrides of the config.
     steps: that `trained` takes.
+    recipe: of the job.
+    x64: whether arrays are in float64.
 
   What is cached lives as long as the process: instances are constants of test files.
   """
 
   keys: Mapping[str, Any]
   steps: int
-
-  def first(self, mesh):
-    """Returns the state before the first step."""
-    return first_state(self.compiled(mesh)[0])
-
-  def take(self, mesh, state, count):
-    """Takes steps by inputs that depend on the step alone; returns the state."""
-    job, update, _ = self.compiled(mesh)
-    for _ in range(count):
-      state = update(state, self.inputs(job, int(state.step)))
-    return state
-
-  @functools.cache  # noqa: B019
-  def trained(self, mesh):
-    """Returns parameters and optimizer state after the steps, on the host."""
-    with jax.enable_x64(True):
-      return on_host(self.take(mesh, self.first(mesh), self.steps))
-
-  def resumed(self, folder, before, after):
-    """Returns the same of a run whose last step is on another mesh, behind a checkpoint."""
-    with jax.enable_x64(True):
-      state = self.take(before, self.first(before), self.steps - 1)
-      state = moved(folder, self.steps - 1, state, self.compiled(after)[0])
-      return on_host(self.take(after, state, 1))
-
-
-class Updates(Runs):
-  """Updates by random gradients."""
+  recipe: str = "lm"
+  x64: bool = True
 
   @functools.cache  # noqa: B019
   def compiled(self, mesh):
-    """Returns the job, the compiled update, and what the compiler said."""
-    with jax.enable_x64(True):
-      keys = {**self.keys, **FLOAT64}
-      job = make_job("single", "lm", **keys) if mesh == "single" else job_of(mesh, **keys)
-      placed = job.state_shardings
+    """Returns the job, the compiled update, and its text with what the compiler said."""
+    with jax.enable_x64(self.x64):
+      job = job_of(mesh, recipe=self.recipe, **self.keys)
+      placed, factors = job.state_shardings, jax.eval_shape(wide, job.state.params)
 
-      def update(state, grads):
+      def update(state, factors):
+        point = job.program.gradient_point(state)
+        grads = jax.tree.map(lambda x, y: x.astype(y.dtype) * y, point, factors)
         params, optimizer, _ = job.program.updated(state, job.program.laid_out(grads))
-        return State(state.step + 1, params, optimizer, state.variables)
+        return State(state.step + 1, params, optimizer, state.variables), point
 
       def compile_it():
-        ways = {"in_shardings": (placed, placed.params), "out_shardings": placed}
-        return job.compile(update, job.state, job.state.params, **ways).function
+        ways = (placed, placed.params)
+        how = {"in_shardings": ways, "out_shardings": ways}
+        return job.compile(update, job.state, factors, **how).function
 
       function, said = said_while(compile_it)
       return job, function, Step(job, function.as_text(), said)
 
-  def inputs(self, job, step):
-    """Returns the gradients of a step."""
-    random = np.random.default_rng(step)
+  def first(self, mesh):
+    """Returns the state before the first update."""
+    with jax.enable_x64(self.x64):
+      return first_state(self.compiled(mesh)[0])
+
+  def take(self, mesh, state, count):
+    """Takes updates by factors that depend on the step alone; returns the state, all on the host.
+
+    Of float64 jobs without what is in another dtype.
+    """
+    with jax.enable_x64(self.x64):
+      point = {}
+      for _ in range(count):
+        state, point = self._next(mesh, state)
+      tree = {"params": state.params, "optimizer": state.optimizer, "point": point}
+      leaves = named_leaves(jax.device_get(tree))
+    return {n: x for n, x in leaves.items() if x.dtype == np.float64 or not self.x64}
+
+  def _next(self, mesh, state):
+    job, update, _ = self.compiled(mesh)
+    random = np.random.default_rng(int(state.step))
     leaves, structure = jax.tree.flatten(job.state.params)
-    grads = jax.tree.unflatten(structure, [random.standard_normal(x.shape) for x in leaves])
-    return jax.device_put(grads, job.state_shardings.params)
-
-
-class TrainSteps(Runs):
-  """Train steps of a shipped strategy, in float64."""
+    dtype = np.float64 if self.x64 else np.float32
+    factors = [random.standard_normal(x.shape).astype(dtype) for x in leaves]
+    placed = jax.device_put(structure.unflatten(factors), job.state_shardings.params)
+    return update(state, placed)
 
   @functools.cache  # noqa: B019
-  def compiled(self, strategy):
-    """Returns the job, the step from states and batches to states, and its text."""
-    wide = {"training.parameter_dtype": "float64", "training.matmul_precision": "highest"}
-    with jax.enable_x64(True):
-      job = make_job(strategy, "lm", **wide, **self.keys)
-      step = job.compile_train_step().function
-    return job, lambda state, batch: step(state, batch)[0], Step(job, step.as_text(), "")
+  def trained(self, mesh):
+    """Returns the last point, parameters and optimizer state after the updates."""
+    return self.take(mesh, self.first(mesh), self.steps)
 
-  def inputs(self, job, step):
-    """Returns the batch of a step."""
-    return place(job, host_batch(job, seed=step))
-
-
-def on_host(state):
-  """Returns name -> array of parameters and optimizer state, those in float64."""
-  leaves = named_leaves(jax.device_get({"params": state.params, "optimizer": state.optimizer}))
-  return {name: x for name, x in leaves.items() if x.dtype == np.float64}
+  def resumed(self, folder, before, after, last=1):
+    """Returns the same of a run whose `last` updates are on another mesh, behind a checkpoint."""
+    state, step = self.first(before), self.steps - last
+    with jax.enable_x64(self.x64):
+      for _ in range(step):
+        state, _ = self._next(before, state)
+      state = moved(folder, step, state, self.compiled(after)[0])
+    return self.take(after, state, last)
 
 
 def assert_equal(ours, wanted):

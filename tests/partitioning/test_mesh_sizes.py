@@ -80,11 +80,6 @@ def test_a_wrong_mesh_is_refused_with_its_numbers(given, devices, said):
     assert part in str(refusal.value)
 
 
-def test_both_open_axes_are_named():
-  with pytest.raises(ValueError, match=r"mesh\.stage and mesh\.context are both -1"):
-    resolve_sizes({"stage": -1, "context": -1, "data": 3}, 6)
-
-
 def test_sizes_are_written_as_people_write_them():
   assert product_text(whole(data=4, tensor=2)) == "data=4 x tensor=2"
   assert product_text(whole()) == "1 device"

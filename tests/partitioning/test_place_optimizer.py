@@ -83,16 +83,6 @@ def test_a_factored_statistic_has_the_dims_that_are_left_of_its_parameter():
   assert found["optimizer/0/count"].rule == "scalar"
 
 
-def test_a_statistic_of_an_overridden_parameter_is_sharded_as_it_is():
-  overrides = (("layers/up/kernel", (None, "tensor", "fsdp")),)
-  parameters, _ = place_parameters(params(), RULES, LEGEND, TABLE, SIZES, overrides)
-  state = jax.eval_shape(FACTORED.init, params())
-  found, failures = place_optimizer(state, parameters, LEGEND, TABLE, SIZES)
-  assert failures == []
-  assert tuple(found["optimizer/0/v_row/layers/up/kernel"].spec) == (None, "tensor")
-  assert tuple(found["optimizer/0/v_col/layers/up/kernel"].spec) == (None, "fsdp")
-
-
 def test_dims_of_1_are_not_sharded_and_the_others_are():
   tree = {"up": array(12, 20)}
   parameters, _ = place_parameters(tree, {"up": "DF"}, LEGEND, TABLE, SIZES)
@@ -191,16 +181,6 @@ def test_an_owner_is_found_by_structure_and_not_by_the_end_of_a_name():
   assert found["optimizer/0/scale"].rule == "no parameter's"  # a field that is called like one
   assert found["optimizer/1/mu/up/kernel"].rule == "as up/kernel"
   assert found["optimizer/2/nu/scale"].rule == "as scale"
-
-
-def test_the_longest_name_owns_the_leaf():
-  tree = {"kernel": array(12), "up": {"kernel": array(20)}}
-  names = {"kernel": "D", "up/kernel": "F"}
-  parameters, _ = place_parameters(tree, names, LEGEND, TABLE, SIZES)
-  found, failures = place_optimizer({"mu": tree}, parameters, LEGEND, TABLE, SIZES)
-  assert failures == []
-  assert found["optimizer/mu/up/kernel"].rule == "as up/kernel"
-  assert found["optimizer/mu/kernel"].rule == "as kernel"
 
 
 def in_blocks(block):

@@ -1,7 +1,5 @@
 """Names -> dims -> PartitionSpecs, and a verdict that holds everything that is wrong."""
 
-import jax
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -29,12 +27,6 @@ def test_partition_specs_by_name():
   }
 
 
-def test_partition_specs_of_real_arrays_and_without_a_mesh():
-  tree = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params())
-  found = specs(tree, sizes=dict.fromkeys(SIZES, 1))
-  assert all(entry is None for spec in found.values() for entry in spec)
-
-
 def test_a_placement_keeps_its_rule_its_letters_and_its_notes():
   placements, failures = place_parameters(params(), RULES, LEGEND, TABLE, SIZES)
   assert failures == []
@@ -43,12 +35,6 @@ def test_a_placement_keeps_its_rule_its_letters_and_its_notes():
   assert key.notes == ("kv_heads=7 is replicated: tensor=4 does not divide it",)
   assert placements["layers/up/kernel"].rule == "layers/(up|gate)/kernel"
   assert placements["layers/up/kernel"].notes == ()
-
-
-def test_an_unmatched_parameter_is_refused_and_not_replicated():
-  message = refusal(params(bias=array(12)))
-  assert message.startswith("the layout is refused (1 failure):")
-  assert "bias: no rule matches this parameter of shape (12,); add one to its table" in message
 
 
 def test_a_rule_must_match_the_full_name():
@@ -60,30 +46,6 @@ def test_a_rule_must_match_the_full_name():
 def test_a_doubly_matched_parameter_is_refused_with_both_rules():
   message = refusal(params(), names={**RULES, "norm/.*": "D"})
   assert "norm/scale: 2 rules match, 'norm/scale' and 'norm/.*'; exactly one must" in message
-
-
-def test_a_dead_rule_is_refused():
-  message = refusal(params(), names={**RULES, "layers/down/kernel": "LFD"})
-  assert "rule 'layers/down/kernel': matches no parameter; remove it, or correct" in message
-
-
-@pytest.mark.parametrize(
-  ("letters", "said"),
-  [
-    ("DL", "norm/scale: dims DL have rank 2, its shape is (12,)"),
-    ("F", "norm/scale: dim F (feedforward) has size 12, its legend says 20"),
-    ("X", "norm/scale: dim X is not in the legend (L layers, D model"),
-  ],
-)
-def test_wrong_letters_are_refused_by_the_parameters_name(letters, said):
-  assert said in refusal(params(), names={**RULES, "norm/scale": letters})
-
-
-def test_an_axis_used_twice_is_refused_also_while_its_size_is_1():
-  table = {**TABLE, "head": ("fsdp",)}
-  for size in (1, 2):
-    message = refusal(params(), table=table, sizes={**SIZES, "fsdp": size})
-    assert "layers/key/kernel: mesh axis fsdp splits both dim H and dim D" in message
 
 
 def test_an_axis_that_no_mesh_has_is_refused():
@@ -104,12 +66,6 @@ def test_an_indivisible_dim_is_refused_with_the_ways_out():
       "make feedforward 16 or 24, or set mesh.tensor=4"
     ) in message
   assert "key/kernel" not in message  # kv_heads may stay whole
-
-
-def test_only_a_dim_that_may_replicate_does():
-  strict = {**LEGEND, "K": Dim("kv_heads", 7)}
-  message = refusal(params(), legend=strict)
-  assert "layers/key/kernel: dim K (kv_heads) = 7 is not divisible by mesh axis" in message
 
 
 def test_all_failures_come_in_one_message():
@@ -158,6 +114,7 @@ def test_an_override_leaves_out_axes_of_size_1():
 @pytest.mark.parametrize(
   ("name", "entries", "said"),
   [
+    ("bias", (), "bias: no rule matches this parameter of shape (12,); add one to its table"),
     ("norm/scale", ("fsd",), "norm/scale: override: unknown mesh axis 'fsd'"),
     ("layers/up/kernel", ("fsdp", "fsdp"), "override: mesh axis fsdp is used twice"),
     ("layers/up/kernel", (("fsdp", "fsdp"),), "override: mesh axis fsdp is used twice"),
@@ -177,7 +134,8 @@ def test_an_override_leaves_out_axes_of_size_1():
   ],
 )
 def test_a_wrong_override_is_refused(name, entries, said):
-  assert said in refusal(params(), overrides=((name, entries),))
+  tree = params(bias=array(12)) if name == "bias" else params()
+  assert said in refusal(tree, overrides=((name, entries),))
 
 
 @pytest.mark.parametrize(
@@ -189,11 +147,6 @@ def test_an_override_does_not_hide_wrong_letters(letters, said):
   names = {"layers/up/kernel": letters}
   message = refusal(tree, names=names, overrides=(("layers/up/kernel", (None, None, "tensor")),))
   assert f"layers/up/kernel: {said}" in message
-
-
-def test_an_override_given_twice_is_refused():
-  message = refusal(params(), overrides=(("norm/scale", ()), ("norm/scale", ("fsdp",))))
-  assert "partitioning.overrides: 'norm/scale' is given twice; keep one of them" in message
 
 
 # ---- Tables and axes ----

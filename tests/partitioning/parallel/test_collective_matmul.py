@@ -1,4 +1,4 @@
-"""Collective matmuls: beside NumPy, beside one device, what they send, and mutations."""
+"""Collective matmuls: beside NumPy, beside one device, and what they send."""
 
 import re
 
@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from partitioning.parallel import collective_matmul
 from partitioning.parallel.collective_matmul import gathered, scattered, through
 from tests.parity.comparison import (
   COLLECTIVE_MATMUL,
-  FEATURES,
   MESHES,
   assert_equal,
   reference,
@@ -54,7 +52,7 @@ def on_ring(devices, function, in_specs, out_specs):
 
 
 # Devices and tokens of each: both ways, one way (two devices; an odd number of tokens), and alone.
-RINGS = [(4, 6), (8, 2), (2, 4), (4, 3), (8, 1), (1, 4)]
+RINGS = [(4, 6), (2, 4), (8, 1), (1, 4)]
 
 
 @pytest.mark.parametrize(("devices", "tokens"), RINGS)
@@ -195,17 +193,13 @@ def test_half_of_each_chunk_goes_each_way(devices, tokens):
     assert text.replace(" ", "").count(f"perm={pairs}".replace(" ", "")) >= devices - 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("mesh", "chunks", "saved"),
-  [
-    ("data4_tensor2", 1, "none"),
-    pytest.param("fsdp2_tensor4", 2, "full", marks=pytest.mark.long),
-    pytest.param("fsdp2_tensor4", 1, "hidden=save", marks=pytest.mark.long),
-    pytest.param("tensor8", 1, "none", marks=pytest.mark.long),
-  ],
+  [("fsdp2_tensor4", 2, "full"), ("fsdp2_tensor4", 1, "hidden=save"), ("tensor8", 1, "none")],
 )
 def test_trains_as_one_device_does(mesh, chunks, saved):
-  # 12, 6 and 3 tokens in a chunk: one way, both ways, one way.
+  # 6 and 3 tokens in a chunk: both ways, one way. Of 12: tests/parity/test_strategies.py.
   keys = {"training.loss_chunks": chunks, "training.rematerialization": saved}
   ours = train("lm", "float64", {**MESHES[mesh], **COLLECTIVE_MATMUL, **keys})
   assert "collective-permute" in ours.trained.text
@@ -214,83 +208,3 @@ def test_trains_as_one_device_does(mesh, chunks, saved):
   whole = re.search(rf"f64\[\d+,24,{hidden}\]", ours.trained.text)
   assert bool(whole) is (saved != "full")
   assert_equal(ours, reference("lm", "float64"), "float64")
-
-
-@pytest.mark.long
-def test_rematerialization_accumulation_and_tied_embeddings():
-  more = {"training.gradient_accumulation_steps": 2, "training.loss_chunks": 2}
-  ours = train(
-    "lm", "float64", {**FEATURES, **MESHES["fsdp2_tensor4"], **COLLECTIVE_MATMUL, **more}
-  )
-  assert "collective-permute" in ours.trained.text
-  assert_equal(ours, reference("lm", "float64", featured=True), "float64")
-
-
-@pytest.mark.long
-def test_a_residual_that_is_split_over_its_width_too_has_no_ring_of_columns():
-  # Its products are partial sums over the axis of the width, which `scattered` may still reduce.
-  tables = {"model": ("context",), "sequence": (), "residual_sequence": ()}
-  ours = train(
-    "lm",
-    "float64",
-    {
-      **{"mesh.data": 2, "mesh.context": 2, "mesh.tensor": 2, **COLLECTIVE_MATMUL},
-      **{f"partitioning.activations.{name}": axes for name, axes in tables.items()},
-    },
-  )
-  assert_equal(ours, reference("lm", "float64"), "float64")
-
-
-def without_the_last_chunk(monkeypatch):
-  """The ring ends one device early."""
-  update = jax.lax.dynamic_update_slice_in_dim
-  calls = []
-
-  def some(whole, new, start, axis):
-    calls.append(start)
-    return whole if len(calls) % 8 == 0 else update(whole, new, start, axis)
-
-  monkeypatch.setattr(jax.lax, "dynamic_update_slice_in_dim", some)
-
-
-def under_the_wrong_owner(monkeypatch):
-  """Chunks count as those of the other direction's devices."""
-  sent = collective_matmul._sent
-  monkeypatch.setattr(collective_matmul, "_sent", lambda x, axes, way: sent(x, axes, -way))
-
-
-def sums_left_behind(monkeypatch):
-  """Sums are not passed on."""
-  monkeypatch.setattr(collective_matmul, "_sent", lambda x, axes, way: x)
-
-
-def sums_of_the_next_part(monkeypatch):
-  """What is computed of one part is added to the sum of another."""
-  original, previous = collective_matmul._pass_and_add, []
-
-  def shifted(axes, x, use, **how):
-    def late(part):
-      previous.append(use(part))
-      return previous[-2] if len(previous) % 4 == 2 else previous[-1]
-
-    return original(axes, x, late, **how)
-
-  monkeypatch.setattr(collective_matmul, "_pass_and_add", shifted)
-
-
-MUTATIONS = {
-  test_gathered_and_its_gradients_are_numpys: (without_the_last_chunk, under_the_wrong_owner),
-  test_scattered_and_its_gradients_are_numpys: (without_the_last_chunk, under_the_wrong_owner),
-  # In the other direction it is as right: parts need not know whose they are.
-  test_through_and_its_gradients_are_numpys: (sums_of_the_next_part,),
-}
-
-
-@pytest.mark.parametrize(
-  ("test", "mutation"),
-  [(test, one) for test, some in MUTATIONS.items() for one in (*some, sums_left_behind)],
-)
-def test_mutations_are_caught(mutation, test, monkeypatch):
-  mutation(monkeypatch)
-  with pytest.raises(AssertionError):
-    test(4, 6)

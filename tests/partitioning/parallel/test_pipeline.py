@@ -15,20 +15,16 @@ from jax.sharding import AxisType, Mesh
 from partitioning.constraints import activation_layout
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
-from partitioning.parallel import pipeline
-from partitioning.parallel.pipeline import Pipeline, Stage
+from partitioning.parallel.pipeline import Pipeline
 from partitioning.parallel.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B, Schedule
 from partitioning.rules import Dim
 
 V, ROWS, D = 7, 5, 6
-# Kind, stages, microbatches, chunks: fewer microbatches than stages, as many, and no multiple.
+# Kind, stages, microbatches, chunks: fewer microbatches than stages, and no multiple.
 CASES = [
   (ONE_F_ONE_B, 4, 2, 1),
-  (ONE_F_ONE_B, 4, 4, 1),
-  (ONE_F_ONE_B, 4, 11, 1),
   (ONE_F_ONE_B, 3, 7, 1),
   (GPIPE, 4, 6, 1),
-  (INTERLEAVED, 4, 8, 2),
   (INTERLEAVED, 2, 4, 3),
 ]
 
@@ -169,7 +165,7 @@ def test_a_schedule_computes_what_a_loop_does(case):
   assert_right(run(schedule, layers), layers, schedule.microbatches)
 
 
-@pytest.mark.parametrize("case", [(ONE_F_ONE_B, 4, 6, 1), (INTERLEAVED, 2, 4, 2), (GPIPE, 2, 3, 1)])
+@pytest.mark.parametrize("case", [(ONE_F_ONE_B, 4, 4, 1), (INTERLEAVED, 4, 8, 2)])
 def test_ends_behind_a_condition_compute_the_same(case):
   schedule = Schedule(*case)
   layers = schedule.stages * schedule.chunks
@@ -193,7 +189,6 @@ def test_sums_without_gradients_are_the_same_to_the_last_bit():
 @pytest.mark.parametrize(
   ("case", "conditional", "times"),
   [
-    ((ONE_F_ONE_B, 2, 5, 1), False, 2 * (5 + 1)),  # in each tick, on both stages
     ((INTERLEAVED, 2, 4, 3), False, 2 * 4),  # once for each microbatch, on both stages
     ((INTERLEAVED, 2, 4, 3), True, 4),
   ],
@@ -214,95 +209,26 @@ def test_an_evaluation_computes_losses_of_the_last_chunk_alone(case, conditional
 # ---- Memory ----
 
 
-def temporary_bytes(kind, microbatches, chunks=1):
-  """Returns what the compiled pipeline needs beside its arguments and results, in float32."""
-  schedule = Schedule(kind, 2, microbatches, chunks)
-  given = drawn(4, microbatches, np.float32, rows=64, width=256)
-  return compiled(schedule, 4, *given).memory_analysis().temp_size_in_bytes
-
-
 @pytest.mark.parametrize(("kind", "chunks"), [(ONE_F_ONE_B, 1), (INTERLEAVED, 2)])
 def test_memory_does_not_grow_with_the_microbatches(kind, chunks):
-  found = [temporary_bytes(kind, count, chunks) for count in (8, 32)]
+  def temporary_bytes(microbatches):
+    schedule = Schedule(kind, 2, microbatches, chunks)
+    given = drawn(4, microbatches, np.float32, rows=64, width=256)
+    return compiled(schedule, 4, *given).memory_analysis().temp_size_in_bytes
+
+  found = [temporary_bytes(count) for count in (8, 32)]
   assert max(found) <= 1.01 * min(found), found
 
 
-def test_memory_of_gpipe_grows_with_each_microbatch():
-  found = [temporary_bytes(GPIPE, count) for count in (8, 32)]
-  assert found[1] - found[0] >= 24 * 64 * 256 * 4  # an input of each
-
-
-# ---- Mistakes that the comparison catches ----
-
-
-def assert_caught(kind=ONE_F_ONE_B, stages=4, microbatches=9, chunks=1):
-  layers = stages * chunks
-  found = run(Schedule(kind, stages, microbatches, chunks), layers)
-  with pytest.raises(AssertionError):
-    assert_right(found, layers, microbatches)
+# ---- A mistake that the comparison catches ----
 
 
 def test_a_slot_that_is_used_again_too_early(monkeypatch):
   # The second stage has 2 S - 3 inputs at once; the first one's are embeddings, computed again.
-  monkeypatch.setattr(Schedule, "slots", property(lambda self: 2 * self.stages - 3))
-  assert_right(run(Schedule(ONE_F_ONE_B, 4, 9), 4), 4, 9)
-  monkeypatch.setattr(Schedule, "slots", property(lambda self: 2 * self.stages - 4))
-  assert_caught()
-
-
-def test_the_input_of_another_microbatch(monkeypatch):
-  backward = Stage.backward
-
-  def stale(self, number, gradient, y, kept, found):
-    return backward(self, number, gradient, y, jnp.roll(kept, 1, axis=0), found)
-
-  monkeypatch.setattr(Stage, "backward", stale)
-  assert_caught()
-
-
-def test_a_microbatch_that_is_lost(monkeypatch):
-  unit = Stage.unit
-
-  def all_but_one(self, number):
-    microbatch, chunk, here = unit(self, number)
-    return microbatch, chunk, here & (microbatch != self.schedule.microbatches - 1)
-
-  monkeypatch.setattr(Stage, "unit", all_but_one)
-  assert_caught()
-
-
-def test_the_head_of_another_microbatch(monkeypatch):
-  leave = Stage.leave
-
-  def of_the_next(self, trained, x, microbatch):
-    return leave(self, trained, x, (microbatch + 1) % self.schedule.microbatches)
-
-  monkeypatch.setattr(Stage, "leave", of_the_next)
-  assert_caught()
-
-
-def test_a_chunk_at_another_stage(monkeypatch):
-  exchanges = pipeline.exchanges
-
-  def turned(stages, chunks):
-    return tuple(
-      tuple((chunk, (to + 1) % stages, computed) for chunk, to, computed in entries)
-      for entries in exchanges(stages, chunks)
-    )
-
-  monkeypatch.setattr(pipeline, "exchanges", turned)
-  assert_caught(INTERLEAVED, 2, 4, 2)
-
-
-def test_an_input_from_another_stage(monkeypatch):
-  def skipping(self, x):
-    stages = self.schedule.stages
-    return jax.lax.ppermute(x, "stage", [(one, (one + 2) % stages) for one in range(stages)])
-
-  monkeypatch.setattr(Stage, "to_next", skipping)
-  assert_caught()
-
-
-def test_gradients_of_shared_parameters_from_one_stage_alone(monkeypatch):
-  monkeypatch.setattr(jax.lax, "psum", lambda x, axes: x)
-  assert_caught()
+  found = []
+  for slots in (3, 2):
+    monkeypatch.setattr(Schedule, "slots", property(lambda self, slots=slots: slots))
+    found.append(run(Schedule(ONE_F_ONE_B, 3, 7), 3))
+  assert_right(found[0], 3, 7)
+  with pytest.raises(AssertionError):
+    assert_right(found[1], 3, 7)

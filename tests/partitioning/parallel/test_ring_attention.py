@@ -9,19 +9,14 @@ from jax.sharding import PartitionSpec
 
 from models import attention
 from partitioning.constraints import activation_layout
-from partitioning.parallel import attention_blocks, ring_attention, split_sequence
+from partitioning.parallel import ring_attention, split_sequence
 from planning.traced_step import body, equations, fixed_and_carried
 from runtime import collectives
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity.comparison import (
-  FEATURES,
-  PLAIN,
-  SEQUENCE_PARALLEL,
   assert_equal,
-  reference,
   train,
 )
-from training.parity import BOUNDS
 
 MESHES = {
   "context8": {"mesh.context": 8},
@@ -48,15 +43,6 @@ def on_one_device(changed: bool):
   return train("lm", "float64", {**LONG, **({**SEEN, **ONE_HEAD} if changed else {})})
 
 
-# Every mesh, with other variants: python -m tests.parity.matrix. Of the forward pass alone, also
-# without what changes who sees whom: test_evaluation_is_that_of_one_device.
-@pytest.mark.long
-@pytest.mark.parametrize(("mesh", "kind"), [("context8", "ring"), ("context4_tensor2", "gather")])
-def test_trains_as_one_device_does(mesh, kind):
-  overrides = {**LONG, **MESHES[mesh], "model.context_attention": kind}
-  assert_equal(train("lm", "float64", overrides), on_one_device(False), "float64")
-
-
 @pytest.mark.parametrize(
   ("mesh", "kind"),
   [
@@ -71,17 +57,6 @@ def test_windows_soft_caps_documents_dropout_and_a_replicated_head(mesh, kind):
   if kind == "ring":  # where the sequence stays split over `context`
     overrides["training.loss_chunks"] = 2
   assert_equal(train("lm", "float64", overrides), on_one_device(True), "float64")
-
-
-BLOCKWISE = {"training.attention_kernel": "blockwise"}
-
-
-@pytest.mark.long
-def test_each_step_of_the_ring_in_blocks_trains_as_one_device_does(monkeypatch):
-  wanted = on_one_device(True)
-  monkeypatch.setitem(attention.TILES, "cpu", attention.Tiles((3, 5), 128, ""))
-  overrides = {**LONG, **SEEN, **ONE_HEAD, **BLOCKWISE, "mesh.context": 2, "mesh.tensor": 2}
-  assert_equal(train("lm", "float64", overrides), wanted, "float64")
 
 
 @pytest.mark.parametrize("kind", ["ring", "gather"])
@@ -99,34 +74,6 @@ def test_no_step_has_all_its_scores(kind, monkeypatch):
   assert not scores("blockwise")
 
 
-@pytest.mark.long
-def test_with_everything_else():
-  overrides = {
-    **FEATURES,
-    **SEQUENCE_PARALLEL,
-    **MESHES["fsdp2_context2_tensor2"],
-    **RING,
-    "training.gradient_accumulation_steps": 2,
-  }
-  assert_equal(train("lm", "float64", overrides), reference("lm", "float64", True), "float64")
-
-
-@pytest.mark.long
-def test_rows_so_long_that_one_device_takes_them_in_blocks():
-  long = {"data.sequence_length": 128, "data.global_batch_size": 4}
-  split = {**MESHES["fsdp2_context2_tensor2"], "model.context_attention": "gather"}
-  one, whole = train("lm", "float64", long), {"mesh.fsdp": 2, "mesh.tensor": 4}
-  for mesh in (split, whole):
-    assert_equal(train("lm", "float64", {**long, **mesh}), one, "float64")
-
-
-@pytest.mark.long
-def test_with_sequence_parallel_regions_in_float32():
-  mesh = MESHES["fsdp2_context2_tensor2"]
-  ours = train("lm", "float32", {**mesh, **RING, **SEQUENCE_PARALLEL})
-  assert_equal(ours, reference("lm", "float32"), "float32")
-
-
 @functools.cache
 def evaluated(kind, **overrides):
   """Returns the sums of an evaluation step on the first state."""
@@ -139,12 +86,6 @@ def sums(overrides):
   step = job.compile_eval_step().function
   found = step(first_state(job).params, place(job, host_batch(job)))
   return {key: float(value) for key, value in found.items()}
-
-
-@pytest.mark.parametrize("kind", ["ring", "gather", "ulysses"])
-def test_evaluation_is_that_of_one_device(kind):
-  split = evaluated(kind, **MESHES["context4_tensor2"])
-  assert split == pytest.approx(evaluated("gather"), rel=1e-5)
 
 
 def test_cudnn_attends_over_complete_rows_of_some_heads():
@@ -283,81 +224,6 @@ def test_memory_falls_with_the_axis_and_keys_go_round():
 
 
 # ------------------------------ mutations ------------------------------
-
-
-BROKEN = {**SEEN, **ONE_HEAD, "model.dropout_rate": 0.0, **MESHES["context8"], **RING}
-
-
-def loss_in_float64(**overrides):
-  """Returns the sum of the losses of an evaluation step."""
-  with jax.enable_x64(True):
-    return sums({**PLAIN, **LONG, "training.parameter_dtype": "float64", **overrides})["loss"]
-
-
-@functools.cache
-def unbroken_loss():
-  """Returns the loss on one device, having compared the ring's with it."""
-  wanted = loss_in_float64(**{**BROKEN, "mesh.context": 1})
-  assert loss_in_float64(**BROKEN) == pytest.approx(wanted, rel=BOUNDS["float64"])
-  return wanted
-
-
-def assert_caught_by_the_loss():
-  """Compares losses; the one of one device was computed before."""
-  assert loss_in_float64(**BROKEN) != pytest.approx(unbroken_loss(), rel=BOUNDS["float64"])
-
-
-@pytest.fixture
-def _unbroken():
-  """Computes the loss on one device before anything is patched."""
-  unbroken_loss()
-
-
-def assert_caught():
-  """Trains; the comparison with one device, trained before, must fail."""
-  wanted = on_one_device(True)
-  ours = train("lm", "float64", {**LONG, **SEEN, **ONE_HEAD, **MESHES["context8"]})
-  with pytest.raises(AssertionError):
-    assert_equal(ours, wanted, "float64")
-
-
-@pytest.mark.usefixtures("_unbroken")
-def test_a_wrong_rotation_of_the_ring(monkeypatch):
-  permute = jax.lax.ppermute
-  monkeypatch.setattr(
-    jax.lax, "ppermute", lambda x, axes, pairs: permute(x, axes, [(b, a) for a, b in pairs])
-  )
-  assert_caught_by_the_loss()
-
-
-@pytest.mark.usefixtures("_unbroken")
-def test_an_off_by_one_at_a_seam(monkeypatch):
-  slots = ring_attention._Ring.slots
-  monkeypatch.setattr(
-    ring_attention._Ring, "slots", lambda self, device, length: slots(self, device, length) + 1
-  )
-  assert_caught_by_the_loss()
-
-
-@pytest.mark.usefixtures("_unbroken")
-def test_a_mask_that_leaks_across_documents(monkeypatch):
-  facts = attention_blocks.Cut._facts
-  monkeypatch.setattr(
-    attention_blocks.Cut, "_facts", lambda self, pair: (*facts(self, pair)[:2], None)
-  )
-  assert_caught_by_the_loss()
-
-
-@pytest.mark.long
-def test_gradients_of_keys_that_do_not_come_home(monkeypatch):
-  on_one_device(True)
-  following = ring_attention._Ring.next
-  monkeypatch.setattr(
-    ring_attention._Ring,
-    "next",
-    lambda self, tree: tree if len(tree) == 2 else following(self, tree),
-  )
-  assert_caught()
 
 
 # ------------------------------ what the traced program holds ------------------------------
