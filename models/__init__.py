@@ -5,12 +5,12 @@ has those of `Generator`. `build` returns an NNX module with the methods of `Net
 turns a finalized config into the model's spec; nothing below reads the config.
 """
 
-import importlib
 import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+from etils import epy
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -18,6 +18,9 @@ from models import transformer
 from models.losses import Batch, Sums
 from models.spec import ModelSpec
 from runtime.extensions import Table
+
+with epy.lazy_imports():
+  from models import mlp, vit
 
 
 @runtime_checkable
@@ -117,23 +120,12 @@ class Scoring(Network, Protocol):
     ...
 
 
-class DeferredModule:
-  """A module that is imported when something of it is used."""
-
-  def __init__(self, name: str):
-    self._name = name
-
-  def __getattr__(self, name: str) -> Any:
-    """Returns a member of the module."""
-    return getattr(importlib.import_module(self._name), name)
-
-
 MODELS: Table = Table(
   "model",
   {
     "transformer": transformer,
-    "mlp": DeferredModule("models.mlp"),
-    "vit": DeferredModule("models.vit"),
+    "mlp": mlp,
+    "vit": vit,
   },
 )
 

@@ -191,11 +191,11 @@ def _attend(
   q_BTNH: Float[Array, "B T N H"],
   k_BSNH: Float[Array, "B S N H"],
   v_BSNU: Float[Array, "B S N U"],
-  mask_BTS: Bool[Array, "#B T S"],
-  sinks_N: Float[Array, " N"] | None,
+  mask_BTS: Bool[Array, "#B T S"] | None = None,
+  sinks_N: Float[Array, " N"] | None = None,
   *,
-  scale: float | None,
-  cap: float,
+  scale: float | None = None,
+  cap: float = 0.0,
 ) -> Float[Array, "B T N U"]:
   """Returns the values, averaged with the softmax of each query's scores as weights."""
   wide = wide_dtype(q_BTNH.dtype)
@@ -208,7 +208,7 @@ def _attend(
 
 def masked_softmax(
   scores_BNTS: Float[Array, "B N T S"],
-  mask_BTS: Bool[Array, "#B T S"],
+  mask_BTS: Bool[Array, "#B T S"] | None,
   sinks_N: Float[Array, " N"] | None = None,
   *,
   cap: float,
@@ -217,12 +217,14 @@ def masked_softmax(
 
   Args:
     scores_BNTS: scaled, in float32 or wider.
-    mask_BTS: of `causal_mask`.
+    mask_BTS: of `causal_mask`; None: a query attends to all.
     sinks_N: as in `causal_attention`.
     cap: of the scores, see `soft_cap`.
   """
   wide = scores_BNTS.dtype
   scores_BNTS = soft_cap(scores_BNTS, cap)
+  if mask_BTS is None:
+    return _weights(scores_BNTS, sinks_N)
   # Added, not selected by `where`: then no layer saves the mask for its gradient.
   mask_bias_BTS = jnp.logical_not(mask_BTS).astype(wide) * float(jnp.finfo(wide).min)
   return _weights(scores_BNTS + mask_bias_BTS[:, None], sinks_N)
@@ -570,19 +572,5 @@ class BidirectionalAttention(nnx.Module):
       linear.add_bias(x) for linear, x in zip(projections, projected, strict=True)
     )
     k_BSNH, v_BSNH = constrain(k_BTNH, "BSNH"), constrain(v_BTNH, "BSNH")
-    output_BTNH = constrain(bidirectional_attention(q_BTNH, k_BSNH, v_BSNH), QUERIES)
+    output_BTNH = constrain(_attend(q_BTNH, k_BSNH, v_BSNH), QUERIES)
     return self.out.add_bias(row_parallel(output_BTNH, self.out, RESIDUAL)), cache
-
-
-def bidirectional_attention(
-  q_BTNH: Float[Array, "B T N H"], k_BSNH: Float[Array, "B S N H"], v_BSNH: Float[Array, "B S N H"]
-) -> Float[Array, "B T N H"]:
-  """Returns attention without a mask, its softmax in float32 or wider.
-
-  Source: arXiv:1706.03762, section 3.2.1.
-  """
-  wide = wide_dtype(q_BTNH.dtype)
-  q_BTNH = scaled(q_BTNH, q_BTNH.shape[-1] ** -0.5)
-  scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=wide)
-  weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BSNH.dtype)
-  return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from models.losses import Batch, Sums, picked_logits, weighted_sum
+from models.losses import Batch, Sums, TokenNumbers, weighted_sum
 from partitioning.constraints import current_layout, layout_in_force
 from partitioning.parallel import chunked_vocabulary, collectives
 from partitioning.parallel.sharded_function import Residual
@@ -83,69 +83,55 @@ class Divergence:
   finished: tuple[Callable[[jax.Array, jax.Array | int], jax.Array], ...]
   results = 2
 
-  def start(self, targets: Int[Array, "*X"], dtype: jnp.dtype) -> dict[str, jax.Array]:
+  @property
+  def _numbers(self) -> tuple[TokenNumbers, ...]:
+    """Returns those of the student's cross-entropy, of its distribution, and of the teacher's."""
+    student, teacher = self.finished
+    data = TokenNumbers(("loss",), student)
+    tempered = (TokenNumbers(("normalizer",), x, self.temperature) for x in (student, teacher))
+    return data, *tempered
+
+  @property
+  def _sides(self) -> tuple[int, int]:
+    """Returns which numbers are of the distribution that is averaged over, and of the other."""
+    return (2, 1) if self.direction == FORWARD else (1, 2)
+
+  def start(self, targets: Int[Array, "*X"], dtype: jnp.dtype) -> tuple:
     """Returns what is known of each token before the first chunk."""
-    names = ("picked", "total", "student_total", "teacher_total", "difference")
-    found = {name: jnp.zeros(targets.shape, dtype) for name in names}
-    least = jnp.full(targets.shape, jnp.finfo(dtype).min, dtype)
-    return {**found, "student_largest": least, "teacher_largest": least}
+    found = (numbers.start(targets, dtype) for numbers in self._numbers)
+    return *found, jnp.zeros(targets.shape, dtype)
 
   def add(
     self,
-    found: dict[str, jax.Array],
+    found: tuple,
     heads: Sequence[Float[Array, "*X V"]],
     targets: Int[Array, "*X"],
     first: jax.Array | int,
-  ) -> dict[str, jax.Array]:
+  ) -> tuple:
     """Returns what is known with the logits of both for classes from `first` on, not finished.
 
-    `difference` is the sum of the differences of logits by the exponentials of the distribution
-    that the divergence is an expectation of.
+    The last is the sum of the differences of logits by the exponentials of the distribution that
+    the divergence is an expectation of, relative to its largest logit so far.
     """
-    logits = [finished(x, first) for finished, x in zip(self.finished, heads, strict=True)]
-    classes = first + jnp.arange(logits[0].shape[-1], dtype=targets.dtype)
-    known = {"picked": found["picked"] + picked_logits(logits[0], targets, classes)}
-    rescaled, powers = {}, {}
-    for name, x in zip(("student", "teacher"), logits, strict=True):
-      before = found[f"{name}_largest"]
-      largest = jnp.maximum(before, jnp.max(jax.lax.stop_gradient(x), axis=-1))
-      below, moved = x - largest[..., None], before - largest
-      rescaled[name] = jnp.exp(moved / self.temperature)
-      powers[name] = jnp.exp(below / self.temperature)
-      total = found[f"{name}_total"] * rescaled[name] + jnp.sum(powers[name], axis=-1)
-      known |= {f"{name}_largest": largest, f"{name}_total": total}
-      if name == "student":  # at temperature 1, of the cross-entropy
-        own = found["total"] * jnp.exp(moved)
-        known["total"] = own + jnp.sum(jnp.exp(below), axis=-1)
-    name, of, other = self._sides(*logits)
-    more = jnp.sum(powers[name] * (of - other), axis=-1)
-    return {**known, "difference": found["difference"] * rescaled[name] + more}
-
-  def _sides(self, student: Any, teacher: Any) -> tuple[str, Any, Any]:
-    """Returns which distribution the divergence is an expectation of, its part, and the other's."""
-    if self.direction == FORWARD:
-      return "teacher", teacher, student
-    return "student", student, teacher
+    *before, difference = found
+    given, (one, other) = (heads[0], *heads), self._sides
+    known = [
+      numbers.add(x, [logits], targets, first)
+      for numbers, x, logits in zip(self._numbers, before, given, strict=True)
+    ]
+    of, rest = (self._numbers[n].chunk(given[n], first) for n in (one, other))
+    largest = known[one]["largest"]
+    more = jnp.sum(jnp.exp(of - largest[..., None]) * (of - rest), axis=-1)
+    return *known, difference * jnp.exp(before[one]["largest"] - largest) + more
 
   def finish(
-    self, found: dict[str, jax.Array], targets: Int[Array, "*X"], axes: Axes
-  ) -> tuple[jax.Array, ...]:
+    self, found: tuple, targets: Int[Array, "*X"], axes: Axes
+  ) -> tuple[jax.Array, jax.Array]:
     """Returns the numbers; `axes` split the classes, each device having seen its own part."""
-    del targets
-    largest, factors = {}, {}
-    for name in ("student", "teacher"):
-      own = found[f"{name}_largest"]
-      largest[name] = jax.lax.pmax(own, axes) if axes else own
-      factors[name] = own - largest[name]
-
-    def whole(value: jax.Array, below: jax.Array, temperature: float) -> jax.Array:
-      return collectives.total(value * jnp.exp(below / temperature), axes) if axes else value
-
-    at = self.temperature
-    totals = {name: whole(found[f"{name}_total"], factors[name], at) for name in largest}
-    picked = collectives.total(found["picked"], axes) if axes else found["picked"]
-    loss = jnp.log(whole(found["total"], factors["student"], 1.0)) + largest["student"] - picked
-    student, teacher = (jnp.log(totals[name]) + largest[name] / at for name in largest)
-    name, of, other = self._sides(student, teacher)
-    expected = whole(found["difference"], factors[name], at) / (totals[name] * at)
-    return loss, expected - of + other
+    *known, difference = found
+    pairs = zip(self._numbers, known, strict=True)
+    numbers = [one.finish(x, targets, axes)[0] for one, x in pairs]
+    one, other = self._sides
+    share = difference * jnp.exp(known[one]["largest"] - numbers[one])
+    expected = collectives.total(share, axes) if axes else share
+    return numbers[0], expected - numbers[one] + numbers[other]

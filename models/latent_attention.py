@@ -86,15 +86,7 @@ class LatentAttention(nnx.Module):
     cache: Cache | None = None,
     key: Key[Array, ""] | None = None,
   ) -> tuple[Float[Array, "B R D"], Cache | None]:
-    """Returns the residual's update, and the cache with these tokens in it.
-
-    Args:
-      x_BRD: the normalized residual.
-      layer: the numbers that differ between layers.
-      rows: slots, positions and documents of the tokens.
-      cache: this layer's; None if x has all tokens.
-      key: draws nothing here, see `GroupedQueryAttention`.
-    """
+    """Returns the residual's update and the cache, as `GroupedQueryAttention`; draws nothing."""
     del key
     table_2BTh = rows.rope(layer)
     q_BTNH, latent_BRC, rotary_BRI = self._down(x_BRD)

@@ -6,7 +6,6 @@ Names carry their dims: `x_BRD` is batch, residual sequence, width.
 """
 
 import functools
-import importlib
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from etils import epy
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
@@ -47,14 +47,11 @@ from runtime.layer_kinds import (
   stack_of,
 )
 
+with epy.lazy_imports():  # of experts, latent attention, mixers, and layers that stages split
+  from models import experts, kimi_delta, latent_attention, mixers, state_space
+  from partitioning.parallel import pipeline
+
 # ------------------------------ one layer ------------------------------
-
-
-def _latent_attention() -> type[nnx.Module]:
-  from models.latent_attention import LatentAttention  # of such models alone
-
-  return LatentAttention
-
 
 # By `model.attention`: the class, or what imports and returns it.
 ATTENTION: Table = Table(
@@ -62,27 +59,18 @@ ATTENTION: Table = Table(
   {
     "grouped_query": GroupedQueryAttention,
     "bidirectional": BidirectionalAttention,
-    LATENT_ATTENTION: _latent_attention,
+    LATENT_ATTENTION: lambda: latent_attention.LatentAttention,
   },
 )
-
-
-def _mixer(name: str, module: str = "mixers") -> Callable[[], type[nnx.Module]]:
-  def imported() -> type[nnx.Module]:
-    return getattr(importlib.import_module(f"models.{module}"), name)  # of such models alone
-
-  return imported
-
-
 # By `model.mixer`: likewise, of layers of the type `mixer`.
 MIXERS: Table = Table(
   "mixer",
   {
-    "gated_delta": _mixer("GatedDeltaNet"),
-    "short_convolution": _mixer("ShortConvolution"),
-    "kimi_delta": _mixer("KimiDelta", "kimi_delta"),
-    "mamba2": _mixer("Mamba2", "state_space"),
-    "lightning": _mixer("Lightning", "state_space"),
+    "gated_delta": lambda: mixers.GatedDeltaNet,
+    "short_convolution": lambda: mixers.ShortConvolution,
+    "kimi_delta": lambda: kimi_delta.KimiDelta,
+    "mamba2": lambda: state_space.Mamba2,
+    "lightning": lambda: state_space.Lightning,
   },
 )
 
@@ -128,9 +116,7 @@ class Block(nnx.Module):
     if self.feeds and spec.pre_norms:
       self.mlp_norm = norm(f"{stack}mlp_norm", spec)
     if self.sparse:
-      from models.experts import Experts  # of such models alone
-
-      self.experts = Experts(spec, rngs=rngs, name=f"{stack}experts")
+      self.experts = experts.Experts(spec, rngs=rngs, name=f"{stack}experts")
     elif self.feeds:
       self.mlp = MLPS[spec.mlp](spec, rngs=rngs, name=f"{stack}mlp")
     if spec.post_norms:
@@ -146,9 +132,7 @@ class Block(nnx.Module):
       if spec.with_mixers:
         parts["attention"] |= under("mixer", attention_class(spec, MIXER_LAYERS).dims(spec))
     if feeds and _has_experts(spec, stack):
-      from models.experts import Experts
-
-      parts["mlp"] = under("experts", Experts.dims(spec))
+      parts["mlp"] = under("experts", experts.Experts.dims(spec))
     elif feeds:
       parts["mlp"] = under("mlp", MLPS[spec.mlp].dims(spec))
     norm, found = NORMS[spec.norm].dims(spec), {}
@@ -444,9 +428,18 @@ def blocks(
   x_BRD: Float[Array, "B R D"],
   rows: Rows,
   key: Key[Array, ""] | None,
-  first: Int[Array, ""] | int,
+  first: Int[Array, ""] | int = 0,
 ) -> tuple[Float[Array, "B R D"], dict[str, jax.Array]]:
-  """Returns what `Transformer.blocks` does, of a `Transformer`; arguments as there."""
+  """Returns the residual after all layers of a `Transformer`, and what they say of rows, stacked.
+
+  Args:
+    model: the decoder.
+    x_BRD: the residual before them.
+    rows: of the tokens.
+    key: of the whole model's dropout; None turns it off.
+    first: global number of the module's first layer: a pipeline stage's module has only the stage's
+      part of the stacked parameters.
+  """
   if (stages := _stages()) == 1:
     return _run(model, model.stacks, x_BRD, rows, key, first)
   graphdefs, states = _split(model.stacks)
@@ -456,7 +449,8 @@ def blocks(
     with activations.recording():  # of one stage: not those of all layers
       return _run(model, _merged(graphdefs, states), x_BRD, *given, stage * count)
 
-  x_BRD, numbers = _relayed(of_stage, states, x_BRD, (rows, key))
+  given = of_stage, states, x_BRD, (rows, key)
+  x_BRD, numbers = pipeline.relayed(*given, RESIDUAL.between)
   return x_BRD, by_stack(numbers, model.sparse_stacks, stages)
 
 
@@ -472,7 +466,7 @@ def _merged(graphdefs: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str
 
 
 def by_stack(numbers: Any, stacks: Sequence[int], parts: int) -> Any:
-  """Returns numbers of layers in the order of their stacks, as `Transformer.blocks` returns them.
+  """Returns numbers of layers in the order of their stacks, as `blocks` returns them.
 
   Args:
     numbers: a tree of arrays with the layers as their first dim: those of each part of a model in
@@ -487,12 +481,6 @@ def by_stack(numbers: Any, stacks: Sequence[int], parts: int) -> Any:
     return jnp.concatenate([one.reshape(-1, *x.shape[1:]) for one in of_stacks])
 
   return numbers if len(stacks) < 2 else jax.tree.map(in_order, numbers)
-
-
-def _relayed(*given: Any) -> tuple[Array, Any]:
-  from partitioning.parallel import pipeline  # where the layers are split
-
-  return pipeline.relayed(*given, RESIDUAL.between)
 
 
 def _of_layers(
@@ -564,7 +552,7 @@ def extended(
   if stages == 1:
     x_BRD, arrays = of_stage(*given, 0)
   else:
-    x_BRD, arrays = _relayed(of_stage, *given)
+    x_BRD, arrays = pipeline.relayed(of_stage, *given, RESIDUAL.between)
   return x_BRD, cache | arrays
 
 

@@ -102,6 +102,10 @@ class TokenNumbers:
       found["likeliest"] = is_likeliest(logits, targets).astype(loss.dtype)
     return [found[name] for name in self.names]
 
+  def chunk(self, logits: Float[Array, "*X V"], first: jax.Array | int) -> Float[Array, "*X V"]:
+    """Returns finished logits of classes from `first` on, over the temperature."""
+    return self._tempered(self.finished(logits, first))
+
   def _tempered(self, logits: Float[Array, "*X V"]) -> Float[Array, "*X V"]:
     return logits if self.temperature == 1.0 else logits / self.temperature
 
@@ -126,7 +130,7 @@ class TokenNumbers:
     The online softmax of arXiv:1805.02867: sums are relative to the largest logit so far.
     """
     [logits] = heads
-    logits = self._tempered(self.finished(logits, first))
+    logits = self.chunk(logits, first)
     classes = first + jnp.arange(logits.shape[-1], dtype=targets.dtype)
     here = jnp.max(jax.lax.stop_gradient(logits), axis=-1)
     largest = jnp.maximum(found["largest"], here)

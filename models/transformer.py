@@ -289,7 +289,7 @@ class Transformer(nnx.Module):
     """
     documents = {} if segments_BT is None else {"segments": segments_BT}
     batch = self._in_order({"tokens": tokens_BT, **documents}, documents=bool(documents))
-    return self.head(self.blocks(self.enter(batch), self.rows(batch), key)[0])
+    return self.head(layer_stack.blocks(self, self.enter(batch), self.rows(batch), key)[0])
 
   def loss_sums(self, batch: Batch, key: Key[Array, ""] | None = None) -> Sums:
     """Returns the summed weighted cross-entropy of each next token, in nats; see `models.Network`.
@@ -346,7 +346,7 @@ class Transformer(nnx.Module):
       key: draws the dropout; None turns it off.
       first: the number of this module's first layer.
     """
-    x_BRD, found = self.blocks(x_BRD, self.rows(batch, key), key, first=first)
+    x_BRD, found = layer_stack.blocks(self, x_BRD, self.rows(batch, key), key, first)
     if not found:
       return x_BRD, {}, {}
     sums = load_balance.sums_of(found, batch["weights"], self.sparse_layers)
@@ -423,7 +423,7 @@ class Transformer(nnx.Module):
       temperature: of the softmax.
     """
     batch = self.ordered(batch)
-    x_BRD, found = self.blocks(self.enter(batch), self.rows(batch, key), key)
+    x_BRD, found = layer_stack.blocks(self, self.enter(batch), self.rows(batch, key), key)
     sums = load_balance.sums_of(found, batch["weights"], self.sparse_layers) if found else {}
     numbers = self.numbers_of(x_BRD, batch["targets"], names, temperature=temperature)
     return numbers, batch, sums
@@ -481,24 +481,6 @@ class Transformer(nnx.Module):
     weight = self._unembedding()
     letters = weight.letters.replace(RESIDUAL.width, residual.width)
     return chunked_vocabulary.Head(normed_BRD, weight.effective_kernel(), letters, residual)
-
-  def blocks(
-    self,
-    x_BRD: Float[Array, "B R D"],
-    rows: Rows,
-    key: Key[Array, ""] | None = None,
-    first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B R D"], dict[str, jax.Array]]:
-    """Returns the residual after all layers, and what they say of rows, stacked.
-
-    Args:
-      x_BRD: the residual before them.
-      rows: of the tokens.
-      key: of the whole model's dropout; None turns it off.
-      first: global number of this module's first layer: a pipeline stage's module has only the
-        stage's part of the stacked parameters.
-    """
-    return layer_stack.blocks(self, x_BRD, rows, key, first)
 
   def extend(
     self, tokens_BT: Int[Array, "B T"], counts_B: Int[Array, " B"], cache: Cache

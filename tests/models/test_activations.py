@@ -65,20 +65,3 @@ def test_a_layer_s_update_is_what_the_residual_gains():
     ours, wanted = jax.jit(gained)(state.params, batch)
   assert float(jnp.max(jnp.abs(ours - wanted))) < 1e-5
   assert float(jnp.min(jnp.std(wanted, axis=(1, 2, 3)))) > 0.1
-
-
-def test_a_scan_keeps_the_order_and_what_is_computed_of_each():
-  def body(x, _):
-    with activations.layer() as found:
-      activations.record("later", x + 1)
-      activations.record("earlier", x)
-    return x * 2, found
-
-  with recording(jnp.max) as found:
-    _, stacked = jax.lax.scan(body, jnp.array([1.0, 3.0]), length=2)
-    activations.record_layers(stacked, "dense_layers/")
-  assert {name: x.tolist() for name, x in found.items()} == {
-    "dense_layers/later": [4.0, 7.0],
-    "dense_layers/earlier": [3.0, 6.0],
-  }
-  assert list(found) == ["dense_layers/later", "dense_layers/earlier"]

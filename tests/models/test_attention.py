@@ -37,17 +37,6 @@ def test_each_row_is_turned_by_its_own_positions():
     np.testing.assert_allclose(found[b, t, n], wanted, atol=1e-5)
 
 
-def test_positions_of_one_row_serve_all():
-  x_BTNH = jnp.asarray(normal(2, 3, 5, 4))
-  one = positions.apply_rope(
-    x_BTNH, positions.rope_table(jnp.arange(3, dtype=jnp.int32)[None], FREQUENCY)
-  )
-  each = jnp.tile(jnp.arange(3, dtype=jnp.int32)[None], (2, 1))
-  np.testing.assert_array_equal(
-    one, positions.apply_rope(x_BTNH, positions.rope_table(each, FREQUENCY))
-  )
-
-
 @pytest.mark.parametrize("sinks", [False, True])
 def test_a_query_sees_the_slots_up_to_its_position_and_nothing_of_the_rest(sinks):
   q_BTNH, k_BSNH, v_BSNU = normal(2, 3, 5, 4), normal(2, 7, 5, 4), normal(2, 7, 5, 6)

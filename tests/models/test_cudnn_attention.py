@@ -34,7 +34,6 @@ def both(function, kind, q, k, v, d_out):
   [
     ({}, {"windows": (7,), "scale": 0.3}, None),
     ({"mesh.data": 2, "mesh.tensor": 2}, {"windows": (None, 5, 99)}, 1),
-    ({"mesh.data": 2, "mesh.tensor": 2}, {"windows": (None, 5, 99)}, 2),
   ],
 )
 def test_results_and_gradients_are_those_of_blocks(mesh, given, kind):

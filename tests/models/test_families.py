@@ -125,13 +125,13 @@ MESHES = {
   "context2_gathered": ("single", {"mesh.context": 2, "model.context_attention": "gather"}),
 }
 ON_MESH = {"data.global_batch_size": 8, "model.vocabulary_multiple": 8}
-# The options of several families in turn; `make test-transformers` tries all of them on all meshes.
-PAIRS = [
-  ("phi3", "dp8"),
-  ("granite", "fsdp8"),
-  ("olmo3", "dp4_tp2"),
-  ("smollm3_windows", "context2"),
-]
+# Family -> how it is computed, each once: on one device where nothing is said; in blocks, those
+# whose options are attention's; or on a mesh.
+BLOCKS = "blocks"
+WAYS = {
+  **dict.fromkeys(("gemma2", "gemma3", "mistral", "qwen2_windows"), BLOCKS),
+  **{"phi3": "dp8", "granite": "fsdp8", "olmo3": "dp4_tp2", "smollm3_windows": "context2"},
+}
 
 
 def logits(job, arrays):
@@ -174,8 +174,8 @@ def close(ours, wanted, dtype="float32"):
 
 # Whose options others have too: compared by `make test-transformers`, on every mesh.
 AGAIN = (
-  *("qwen3_yarn", "qwen3_biases", "olmo2", "olmo2_biases", "smollm3", "llama_shortrope"),
-  *("deepseek2", "deepseek3_halves"),
+  *("qwen3_yarn", "qwen3_biases", "olmo2", "olmo2_biases", "smollm3", "llama_shortrope", "llama2"),
+  *("deepseek2", "deepseek3_halves", "llama_linear", "gpt2_positions", "qwen2"),
 )
 
 
@@ -183,35 +183,18 @@ AGAIN = (
   "family",
   [pytest.param(x, marks=pytest.mark.transformers) if x in AGAIN else x for x in FAMILIES],
 )
-def test_gives_the_logits_of_an_independent_implementation(family):
+def test_gives_the_logits_of_an_independent_implementation(family, monkeypatch):
+  way, wanted = WAYS.get(family), fixture(family)
+  monkeypatch.setitem(attention.TILES, "cpu", attention.Tiles((4, 7), 128, ""))
+  blocks = {"training.attention_kernel": "blockwise"} if way == BLOCKS else {}
   with jax.enable_x64(True):
-    ours = logits(job_of(family, **FLOAT64), arrays_of(family))
-  wanted = fixture(family)
+    if way in MESHES:
+      ours = on_mesh(family, way, **FLOAT64)
+    else:
+      ours = logits(job_of(family, **FLOAT64, **blocks), arrays_of(family))
   assert ours.shape == (ROWS, LENGTH, 61)
   assert wanted.shape == (ROWS, len(KEPT), 61)
   assert close(ours, wanted, "float64"), np.abs(ours[:, KEPT] - wanted).max()
-
-
-# Windows, soft caps, another scale, grouped heads; the others' options are not attention's.
-BLOCKWISE = ("gemma2", "gemma3", "granite", "mistral", "smollm3_windows")
-
-
-@pytest.mark.parametrize(
-  "family",
-  [pytest.param(x, marks=() if x in BLOCKWISE else pytest.mark.transformers) for x in FAMILIES],
-)
-def test_blockwise_attention_gives_those_logits(family, monkeypatch):
-  monkeypatch.setitem(attention.TILES, "cpu", attention.Tiles((4, 7), 128, ""))
-  keys = {**FLOAT64, "training.attention_kernel": "blockwise"}
-  with jax.enable_x64(True):
-    ours = logits(job_of(family, **keys), arrays_of(family))
-  assert close(ours, fixture(family), "float64")
-
-
-@pytest.mark.parametrize(("family", "mesh"), PAIRS)
-def test_gives_those_logits_on_meshes(family, mesh):
-  ours, wanted = on_mesh(family, mesh), fixture(family)
-  assert close(ours, wanted), np.abs(ours[:, KEPT] - wanted).max()
 
 
 def on_mesh(family, mesh, **overrides):
@@ -221,6 +204,7 @@ def on_mesh(family, mesh, **overrides):
   return logits(job, arrays_of(family))
 
 
+@functools.cache
 def fixture(family):
   """Returns the logits of the transformers library, float64, at the positions KEPT."""
   with np.load(FIXTURE) as found:
@@ -255,81 +239,46 @@ def test_gives_those_logits_on_every_mesh(family, mesh):
     assert close(on_mesh(family, mesh, **FLOAT64), wanted, "float64")
 
 
-ACTS = [
-  (family, key)
-  for family, key in [
-    ("gpt2", "biases"),
-    ("gpt2", "norm"),
-    ("gpt2", "activation"),
-    ("gpt2_inverse", "attention_scale"),
-    ("gpt2_inverse", "attention_scale_by_inverse_layer"),
-    ("llama3", "rotary_scaling"),
-    ("llama3", "rotary_base"),
-    ("mistral", "window"),
-    ("gemma2", "attention_soft_cap"),
-    ("gemma2", "logits_soft_cap"),
-    ("gemma2", "attention_scale"),
-    ("gemma2", "global_every"),
-    ("gemma2", "scaled_embeddings"),
-    ("gemma2", "norm_scale_from_one"),
-    ("gemma2", "activation"),
-    ("gemma3", "local_rotary_base"),
-    ("gemma3", "query_key_norm"),
-    ("gemma3_local", "local_rotary_scaling"),
-  ]
-]
-OTHERWISE = {
-  "biases": "none",
-  "norm": "rms",
-  "activation": "silu",
-  "rotary_scaling": (),
-  "rotary_base": 9.0,
-  "window": 6,
-  "attention_soft_cap": 0.0,
-  "logits_soft_cap": 0.0,
-  "attention_scale": 0.5,
-  "global_every": 1,
-  "scaled_embeddings": False,
-  "norm_scale_from_one": False,
-  "local_rotary_base": 0.0,
-  "local_rotary_scaling": (),
-  "query_key_norm": False,
-  "attention_scale_by_inverse_layer": False,
-}
-
-
-@pytest.mark.parametrize(("family", "key"), ACTS)
-def test_every_key_of_a_family_shows_in_its_logits(family, key):
-  arrays = arrays_of(family)
-  other = job_of(family, **{f"model.{key}": OTHERWISE[key]})
-  kept = {name: arrays[name] for name in named_leaves(other.state.params)}
-  assert not close(logits(other, kept), fixture(family))
+def described(preset):
+  """Returns the finalized config of a preset, its spec, and name -> elements of its parameters."""
+  config = dp8.get_config(f"model={preset},data=python_source")
+  config.model.vocabulary_multiple = 1  # what is padded is not published
+  config = finalize.finalize(config, "tpu")
+  spec = model_spec(config)
+  return config, spec, dict(transformer._names(spec.unquantized))
 
 
 @pytest.mark.parametrize("preset", recipes.PRESETS)
 def test_a_preset_has_as_many_parameters_as_published(preset):
-  config = dp8.get_config(f"model={preset},data=python_source")
-  config.model.vocabulary_multiple = 1  # what is padded is not published
-  program = make_program(resolve(finalize.finalize(config, "tpu")))
-  state = program.abstract_state()
-  assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params)) == PUBLISHED[preset]
+  *_, elements = described(preset)
+  assert sum(elements.values()) == PUBLISHED[preset]
 
 
-# One of each family: the formula is that of the others.
-COUNTED = (
-  *("gpt2_124m", "llama2_70b", "llama3_8b", "mistral_7b", "qwen2_5_0_5b", "qwen3_0_6b"),
-  *("gemma2_9b", "gemma3_1b", "phi4_mini", "olmo2_1b", "smollm3_3b"),
+# With learned positions; local layers; latent attention and experts; each kind of mixer.
+@pytest.mark.parametrize(
+  "preset",
+  [
+    *("gpt2_124m", "gemma3_1b", "deepseek_v2_lite", "qwen3_next_80b_a3b", "kimi_linear_48b_a3b"),
+    *("granite4_h_tiny", "minimax_text_01", "lfm2_350m", "gpt_oss_20b", "llama4_scout"),
+  ],
 )
+def test_a_model_has_the_parameters_that_its_spec_names(preset):
+  config, _, elements = described(preset)
+  leaves = named_leaves(make_program(resolve(config)).params)
+  assert {name: math.prod(leaf.shape) for name, leaf in leaves.items()} == elements
+
+
+# The formula is that of the others: of attention to all, in windows, and with tied embeddings.
+COUNTED = ("llama3_8b", "mistral_7b", "gemma2_9b", "gemma3_1b", "qwen3_0_6b")
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("preset", COUNTED)
 def test_model_flops_are_six_for_each_weight_and_token_and_attentions_pairs(preset, causal):
-  config = finalize.finalize(dp8.get_config(f"model={preset},data=python_source"), "tpu")
-  model, length, spec = config.model, config.data.sequence_length, model_spec(config)
-  leaves = named_leaves(make_program(resolve(config)).params)
+  config, spec, elements = described(preset)
+  model, length = config.model, config.data.sequence_length
   multiplied = ("kernel", "embed/table") if model.tied_embeddings else ("kernel",)
-  weights = sum(math.prod(x.shape) for name, x in leaves.items() if name.endswith(multiplied))
+  weights = sum(count for name, count in elements.items() if name.endswith(multiplied))
   pairs = 0  # of a query and a key that it sees, or is computed with
   for layer in range(model.layers):
     window = length if is_global(spec, layer) else min(length, model.window)
@@ -356,11 +305,7 @@ ACTIVE = {
 
 
 def test_a_token_of_qwen3_next_uses_10_of_512_experts_in_layers_of_either_kind():
-  config = dp8.get_config("model=qwen3_next_80b_a3b,data=python_source")
-  config.model.vocabulary_multiple = 1
-  config = finalize.finalize(config, "tpu")
-  leaves = named_leaves(make_program(resolve(config)).params)
-  elements = {name: math.prod(x.shape) for name, x in leaves.items()}
+  config, _, elements = described("qwen3_next_80b_a3b")
   routed = 48 * 512 * 3 * 2048 * 512
   wanted = PUBLISHED["qwen3_next_80b_a3b"] - routed + routed * 10 // 512
   assert active_elements(config.model, elements) == wanted == 3_874_929_408
@@ -368,26 +313,21 @@ def test_a_token_of_qwen3_next_uses_10_of_512_experts_in_layers_of_either_kind()
 
 @pytest.mark.parametrize("preset", ACTIVE)
 def test_a_token_uses_as_many_parameters_as_published(preset):
-  config = finalize.finalize(dp8.get_config(f"model={preset},data=python_source"), "tpu")
-  leaves = named_leaves(make_program(resolve(config)).params)
-  elements = {name: math.prod(x.shape) for name, x in leaves.items()}
+  config, spec, elements = described(preset)
   assert active_elements(config.model, elements) / 1e9 == pytest.approx(ACTIVE[preset], abs=0.05)
   # Six per weight that multiplies, and attention's pairs.
   kernels = {name: count for name, count in elements.items() if name.endswith("kernel")}
   model, length = config.model, config.data.sequence_length
   pairs = 6 * model.layers * model.heads * (model.head_size + model.value_head_size) * length
   wanted = length * (6 * active_elements(config.model, kernels) + pairs)
-  assert model_spec(config).train_flops_per_example() == pytest.approx(wanted, rel=1e-9)
+  assert spec.train_flops_per_example() == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.parametrize(
   "family",
   [
-    *("gemma3", "gpt2", "smollm3_windows"),
-    *(
-      pytest.param(family, marks=pytest.mark.long)
-      for family in ("mistral", "gemma2", "qwen2", "llama_dynamic", "olmo3")
-    ),
+    *("gemma3", "gpt2"),
+    *(pytest.param(x, marks=pytest.mark.long) for x in ("smollm3_windows", "llama_dynamic")),
   ],
 )
 def test_reading_in_pieces_gives_the_logits_of_reading_at_once(family):

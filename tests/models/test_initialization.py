@@ -80,26 +80,12 @@ def test_standard_deviations_are_those_of_the_formulas(recipe, changes, deviatio
       np.testing.assert_array_equal(array, 1.0 if name.endswith("scale") else 0.0, err_msg=name)
 
 
-def test_layers_are_drawn_apart():
-  found = jax.device_get(named_leaves(make_job("single", "lm", **SIZES).initial_state().params))
-  for name in KERNELS:
-    first, second, third = found[name]
-    assert not np.any(first == second), name
-    assert not np.any(second == third), name
-
-
 @pytest.mark.parametrize("row", ["mlp_norm/scale", "mlp/up/kernel"])
 def test_a_parameter_whose_dims_no_module_says_is_refused(row, monkeypatch):
   dims, without = Block.dims, lambda *given: {n: x for n, x in dims(*given).items() if n != row}
   monkeypatch.setattr(Block, "dims", without)
   with pytest.raises(ValueError, match=f"^layers/{row}: the `dims` of its module do not say"):
     make_job("single", "lm")
-
-
-def test_layer_norms_after_attention_and_mlp_have_a_bias_too():
-  norms = {"model.norm": "layer", "model.post_norms": True}
-  names = named_leaves(make_job("single", "lm", **norms).state.params)
-  assert {"layers/attention_post_norm/bias", "layers/mlp_post_norm/bias"} <= names.keys()
 
 
 def test_learned_positions_are_as_many_as_the_config_says_whatever_the_rows():

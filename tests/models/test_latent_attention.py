@@ -78,19 +78,6 @@ def test_gradients_of_options_on_a_mesh_are_those_of_one_device():
   assert_equal(ours, on_one_device(True), "float64")
 
 
-@pytest.mark.long
-def test_gradients_of_biases_on_a_mesh_are_those_of_one_device():
-  ours = train("lm", "float64", {**LATENTS, **BIASES, **MESHES["all, ring"]})
-  assert_equal(ours, train("lm", "float64", {**LATENTS, **BIASES}), "float64")
-
-
-@pytest.mark.long
-def test_8_bit_matmuls_on_a_mesh_are_those_of_one_device():
-  keys = {**LATENTS, "training.matmul_dtype": "int8"}
-  ours = train("lm", "float64", {**keys, **MESHES["fsdp2_tensor4, sequence-parallel"]})
-  assert_equal(ours, train("lm", "float64", keys), "float64")
-
-
 def test_tensor_splits_heads_and_fsdp_every_kernel():
   job = on_mesh("fsdp2_tensor4, sequence-parallel").job
   names = {n: p for n, p in job.placements["parameters"].items() if "attention/" in n}
@@ -147,28 +134,6 @@ def test_reading_in_pieces_gives_the_logits_of_reading_at_once(strategy, absorbe
     monkeypatch.setattr(latent_attention, "_absorbs", lambda *_: absorbed)
   with jax.enable_x64(True):
     job = make_job(strategy, "lm", **{**LATENTS, **FLOAT64, "model.window": 5})
-    assert_pieces_give_what_the_whole_gives(job, 1e-12)
-
-
-@LONG
-def test_in_8_bits_a_token_s_keys_are_those_of_training():
-  job = make_job("single", "lm", **{**LATENTS, "training.matmul_dtype": "int8"})
-  assert_pieces_give_what_the_whole_gives(job, 1e-5)
-
-
-# DeepSeek's: a dense layer first, then experts, and one that all tokens share.
-EXPERTS = {
-  "model.layers": 3,
-  "model.dense_layers": 1,
-  "model.experts": 8,
-  "model.shared_feedforward_size": 24,
-}
-
-
-@LONG
-def test_with_experts_it_is_read_in_pieces():
-  with jax.enable_x64(True):
-    job = make_job("single", "lm", **{**LATENTS, **EXPERTS, **FLOAT64})
     assert_pieces_give_what_the_whole_gives(job, 1e-12)
 
 

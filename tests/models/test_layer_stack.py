@@ -108,17 +108,6 @@ def iterations(text):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("count", [2, 3, 6])
-def test_every_divisor_trains_as_one_layer_at_a_time(count):
-  wanted = train("lm", "float64", DIFFERING)
-  ours = train("lm", "float64", {**DIFFERING, "training.scan_unroll": count})
-  assert_equal(ours, wanted, "float64")
-  assert 6 in iterations(wanted.trained.text)
-  assert 6 not in iterations(ours.trained.text)
-  assert count == 6 or 6 // count in iterations(ours.trained.text)
-
-
-@pytest.mark.long
 def test_on_a_mesh_two_layers_at_a_time_train_as_one_at_a_time_on_one_device():
   layers = {**DIFFERING, "model.layers": 4, "model.global_every": 2}
   ours = train("lm", "float64", {**layers, **MESH})

@@ -10,13 +10,10 @@ from models.experts import ENTROPY
 from models.load_balance import (
   BALANCE,
   Z_LOSS,
-  RowSums,
-  largest_load,
   router_entropy,
   router_z_loss,
   row_sums,
   sequence_balance,
-  token_shares,
   updated_bias,
 )
 from models.losses import COUNTS
@@ -74,21 +71,6 @@ def test_padding_changes_nothing_whatever_is_in_it():
   assert found.counts.sum(-1).tolist() == [14, 16, 0]
 
 
-def test_the_sums_of_two_halves_of_a_sequence_are_those_of_the_whole():
-  given = arrays(*drawn())
-  halves = [row_sums(*(one[:, part] for one in given)) for part in (slice(0, 4), slice(4, None))]
-  both = RowSums(*(one + two for one, two in zip(*halves, strict=True)))
-  whole = sequence_balance(row_sums(*given), TOP_K)
-  np.testing.assert_allclose(sequence_balance(both, TOP_K), whole, rtol=1e-14)
-
-
-def test_the_loss_is_1_if_balanced_and_experts_over_top_k_at_most():
-  balanced = RowSums(jnp.full((1, 4), 3), jnp.full((1, 4), 1.5), jnp.array([6]))
-  np.testing.assert_allclose(sequence_balance(balanced, 2), [1.0])
-  collapsed = RowSums(jnp.array([[6, 6, 0, 0]]), jnp.array([[3.0, 3.0, 0, 0]]), jnp.array([6]))
-  np.testing.assert_allclose(sequence_balance(collapsed, 2), [2.0])
-
-
 def test_the_gradient_flows_through_probabilities_alone():
   given = drawn()
   experts, probabilities, weights = arrays(*given)
@@ -135,12 +117,6 @@ def test_the_bias_of_each_layer_is_exact_for_counts_that_float32_cannot_hold():
   counts = np.array([[2**28 + 1, 2**28, 2**28, 2**28 - 1], [0, 0, 0, 0]], np.int32)
   found = updated_bias(jnp.zeros((2, 4), jnp.float32), jnp.asarray(counts), 1.0)
   np.testing.assert_array_equal(found, [[-1, 0, 0, 1], [0, 0, 0, 0]])
-
-
-def test_shares_and_the_largest_load():
-  counts = jnp.array([[6, 3, 3, 0], [0, 0, 0, 0]], jnp.int32)
-  np.testing.assert_allclose(token_shares(counts), [[0.5, 0.25, 0.25, 0], [0, 0, 0, 0]])
-  np.testing.assert_allclose(largest_load(counts), [2.0, 0.0])
 
 
 def test_the_entropy_of_a_router():

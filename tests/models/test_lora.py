@@ -98,8 +98,9 @@ def test_before_the_first_step_logits_are_those_of_the_base_bit_for_bit(job):
   assert logits(job, params).tobytes() == logits(base, without).tobytes()
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-6), ("bfloat16", 3e-4)])
-@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize(
+  ("dtype", "bound", "rate"), [("float32", 1e-6, 0.3), ("bfloat16", 3e-4, 0.0)]
+)
 def test_what_an_adapter_sees_with_dropout_is_scaled_up(rate, dtype, bound):
   job = make_job(
     "single", "lm", **{**RANK_3, "data.sequence_length": 64, "training.compute_dtype": dtype}
@@ -136,12 +137,3 @@ def test_merged_kernels_are_those_of_numpy_rounded_once(job):
     within = 2.0**-8 if kernel.dtype == jnp.bfloat16 else 1e-6
     np.testing.assert_allclose(np.asarray(kernel, np.float64), wanted, rtol=within, atol=1e-6)
   assert found["final_norm"]["scale"] is params["final_norm"]["scale"]
-
-
-def test_scales():
-  def scale(**keys):
-    return model_spec(make_job("single", "lm", **{"lora.rank": 4, **keys}).config).lora.scale
-
-  assert scale() == 4.0
-  assert scale(**{"lora.rs": True}) == 8.0
-  assert scale(**{"lora.alpha": 2.0}) == 0.5

@@ -24,37 +24,6 @@ def frequencies(kind, numbers, length=0, size=128, base=1e4):
   return np.asarray(rotary_frequencies(size, base, scaling, dtype=dtype, length=length))
 
 
-PLAIN = frequencies("", {})
-
-
-def test_yarn_divides_the_slow_frequencies_and_leaves_the_fast_ones():
-  found = frequencies("yarn", {"factor": 16.0, **LENGTH})
-  # By default pairs of more than 32 rotations in the original length are fast, below one slow:
-  # 64 log(4096 / (32 * 2 pi)) / log(1e4) = 20.9, and 64 log(4096 / (2 pi)) / log(1e4) = 45.0.
-  np.testing.assert_allclose(found[:21], PLAIN[:21], rtol=1e-6)
-  np.testing.assert_allclose(found[46:], PLAIN[46:] / 16, rtol=1e-6)
-  share = PLAIN[21:46] / found[21:46]
-  assert np.all(np.diff(share) > 0)
-
-
-def test_dynamic_scaling_begins_beyond_the_original_length():
-  numbers = {"factor": 2.0, **LENGTH}
-  for length in (0, 100, 4096):
-    np.testing.assert_allclose(frequencies("dynamic", numbers, length), PLAIN, rtol=1e-6)
-  longer, longest = (frequencies("dynamic", numbers, length) for length in (8192, 16_384))
-  assert np.all(longest[1:] < longer[1:])
-  # The slowest pair is that of positions divided by 2 * 8192 / 4096 - 1.
-  assert longer[-1] == pytest.approx(PLAIN[-1] / 3, rel=1e-6)
-
-
-def test_longrope_has_other_factors_beyond_the_original_length():
-  short, long = np.linspace(1, 2, 64), np.linspace(1, 60, 64)
-  numbers = {"factor": 32.0, "short_factors": (*short,), "long_factors": (*long,), **LENGTH}
-  short_h, long_h = (frequencies("longrope", numbers, length) for length in (4096, 4097))
-  np.testing.assert_allclose(short_h, PLAIN / short, rtol=1e-6)
-  np.testing.assert_allclose(long_h, PLAIN / long, rtol=1e-6)
-
-
 FACTORS = {"short_factors": (*np.linspace(1, 2, 64),), "long_factors": (*np.linspace(1, 60, 64),)}
 
 

@@ -149,28 +149,16 @@ def gradients(strategy, text, dtype="float32"):
 @pytest.mark.parametrize(
   "text",
   [
-    "full,layer_input=offload,query=offload,key=offload,value=offload",
-    "attention_input=save,mlp_input=offload,attention_update=save,hidden=save",
+    "layer_input=offload,query=offload,key=save,attention_input=save,mlp_input=offload,hidden=save",
     "elementwise",
   ],
 )
 def test_gradients_are_the_same(text):
   """To the bit, offloaded or saved; to rounding, computed again: XLA fuses it with other things."""
-  saving = gradients("single", text.replace("offload", "save"))
-  assert all(map(np.array_equal, saving, gradients("single", text)))
+  if "offload" in text:
+    saving = gradients("single", text.replace("offload", "save"))
+    assert all(map(np.array_equal, saving, gradients("single", text)))
   for ours, wanted in zip(
     gradients("single", text, "float64"), gradients("single", "none", "float64"), strict=True
   ):
-    assert np.linalg.norm(ours - wanted) <= 1e-12 * np.linalg.norm(wanted)
-
-
-@pytest.mark.long
-def test_on_a_mesh_offloading_changes_no_bit_and_recomputing_only_the_last():
-  saving = gradients("dp2_fsdp2_tp2", "query=save,up=save", "float64")
-  offloading = gradients("dp2_fsdp2_tp2", "query=offload,up=offload", "float64")
-  assert all(map(np.array_equal, saving, offloading))
-  for text in ("none", "elementwise"):
-    for ours, wanted in zip(gradients("dp2_fsdp2_tp2", text, "float64"), saving, strict=True):
-      assert np.linalg.norm(ours - wanted) <= 1e-12 * np.linalg.norm(wanted)
-  for ours, wanted in zip(saving, gradients("single", "none", "float64"), strict=True):
     assert np.linalg.norm(ours - wanted) <= 1e-12 * np.linalg.norm(wanted)

@@ -94,7 +94,7 @@ def test_gates_experts_and_probabilities_are_numpys(name):
   assert found.experts.dtype == jnp.int32
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])
 def test_gradients_are_those_of_numpys_differences(name):
   logits, bias = drawn(name)
   router = ROUTERS[name]
@@ -119,39 +119,10 @@ def test_gradients_are_those_of_numpys_differences(name):
   assert not any(np.any(of_bias) for of_bias in grads[1:])
 
 
-def test_a_bias_changes_the_choice_and_not_the_gates():
-  router = Router(4, 2, "sigmoid", normalize=False, bias_corrects=True)
-  logits = jnp.log(jnp.array([[0.8, 0.7, 0.6, 0.5]]) / jnp.array([[0.2, 0.3, 0.4, 0.5]]))
-  found = route(logits, router, jnp.array([-1.0, 0.0, 0.0, 0.3]))
-  np.testing.assert_array_equal(found.experts, [[3, 1]])  # 0.5 + 0.3 before 0.7
-  np.testing.assert_allclose(found.gates, [[0.5, 0.7]], rtol=1e-14)
-
-
-def test_experts_of_other_groups_are_out_where_corrected_scores_are_negative():
-  router = Router(4, 2, "sigmoid", groups=2, top_groups=1, group_score="top2", bias_corrects=True)
-  found = route(jnp.array([[0.0, 0.1, 0.2, 0.3]]), router, jnp.array([-2.0, -2.0, -3.0, -3.0]))
-  np.testing.assert_array_equal(found.experts, [[1, 0]])
-
-
-def test_the_groups_score_decides():
-  logits = jnp.log(jnp.array([[0.4, 0.01, 0.01, 0.3, 0.28, 0.0]]) + 1e-9)
-  numbers = {"experts": 6, "top_k": 1, "groups": 2, "top_groups": 1}
-  assert route(logits, Router(**numbers)).experts == 0
-  assert route(logits, Router(**numbers, group_score="top2")).experts == 3
-
-
 def test_of_equal_scores_the_lower_index_is_chosen():
   found = route(jnp.zeros((1, 6)), Router(6, 2))
   np.testing.assert_array_equal(found.experts, [[0, 1]])
   np.testing.assert_array_equal(found.gates, [[0.5, 0.5]])
-
-
-def test_logits_in_bfloat16_are_routed_in_float32():
-  logits = jnp.asarray(drawn("olmoe")[0], jnp.bfloat16)
-  found = route(logits, ROUTERS["olmoe"])
-  assert {found.gates.dtype, found.probabilities.dtype} == {jnp.dtype("float32")}
-  again = route(logits.astype(jnp.float32), ROUTERS["olmoe"])
-  np.testing.assert_array_equal(found.gates, again.gates)
 
 
 @pytest.mark.parametrize(("name", "size"), [("mixtral", 200.0), ("deepseek_v3", 40.0)])
@@ -166,13 +137,6 @@ def test_extreme_logits_give_finite_gates_and_gradients(name, size):
   grad, found = jax.jit(jax.grad(total, has_aux=True))(logits)
   assert all(np.isfinite(one).all() for one in (grad, found.gates))
   np.testing.assert_allclose(found.probabilities.sum(-1), 1.0, rtol=1e-6)
-
-
-def test_the_margin_is_that_of_the_closest_choice():
-  logits = jnp.log(jnp.array([[0.5, 0.3, 0.2], [0.45, 0.3, 0.25]]))
-  assert smallest_margin(logits, Router(3, 1)) == pytest.approx(0.15)
-  assert smallest_margin(logits, Router(3, 2)) == pytest.approx(0.05)
-  assert smallest_margin(logits, Router(3, 3)) == np.inf
 
 
 def test_the_margin_counts_groups_and_the_bias():

@@ -34,13 +34,6 @@ def test_letters_of_stacked_layers_are_told_by_the_names_of_their_dims():
   assert stacks_of(model_spec(make_job("single", "lm").config).legend) == (*"LZyzfY",)
 
 
-def test_fields_are_the_keys_of_their_names():
-  spec = spec_of(**{"training.z_loss": 1e-4, "partitioning.reshard_after_forward": False})
-  assert (spec.layers, spec.model_size, spec.heads, spec.sequence_length) == (2, 40, 8, 12)
-  assert (spec.z_loss, spec.reshard_after_forward, spec.task) == (1e-4, False, "causal_lm")
-  assert spec.parameter_dtype == "float32"
-
-
 def test_what_follows_from_several_keys():
   spec = spec_of(**{"lora.rank": 4, "lora.alpha": 6.0, "lora.rs": True, "lora.targets": ("up",)})
   assert spec.padded_vocabulary == 72
@@ -77,11 +70,6 @@ def test_the_kernels_of_layers_are_multiplied_in_8_bits():
 
 
 # ------------------------------ contract ------------------------------
-
-
-def test_ours_have_all_of_it():
-  for name in ("transformer", "mlp"):
-    assert models.find(name) is models.MODELS[name]
 
 
 def test_what_is_missing_is_listed(monkeypatch):

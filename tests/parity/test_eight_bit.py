@@ -57,16 +57,6 @@ def test_trains_as_on_one_device(kind, mesh):
   assert_equal(ours, on_one_device(kind), "float64")
 
 
-def test_float8_reduces_gradients_after_each_microbatch():
-  # A scale is that of the rows of all devices.
-  keys = {**FLOAT8, **ALL, "training.gradient_accumulation_steps": 2}
-  assert make_job("single", "lm", **keys).program.reduce_once_over is None
-  with pytest.raises(
-    ValueError, match=r"gradient_reduction=step: training\.matmul_dtype='float8' has"
-  ):
-    make_job("single", "lm", **keys, **{"training.gradient_reduction": "step"})
-
-
 def test_rounding_changes_little_and_all_kernels_of_the_layers():
   plain, ours = reference("lm", "float64").trained, on_one_device("int8").trained
   assert 1e-5 < abs(plain.losses[0] - ours.losses[0]) < 0.01

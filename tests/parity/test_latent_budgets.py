@@ -5,8 +5,8 @@ import pytest
 from models import model_spec
 from planning import traced_step
 from planning.step_facts import of_job
-from tests.parity.budgets import budget, compile_step, job_of, latent_job
-from tests.parity.latents import LATENTS, STRATEGIES
+from tests.parity.budgets import budget, compile_step, latent_job
+from tests.parity.latents import STRATEGIES
 
 LARGEST = "dp2_fsdp2_tp2, sequence-parallel"
 
@@ -17,13 +17,6 @@ LARGEST = "dp2_fsdp2_tp2, sequence-parallel"
 )
 def test_a_step_sends_what_its_terms_say(strategy):
   ours = compile_step(latent_job(strategy))
-  assert ours.sent() == budget(ours.job)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", ["dp2_fsdp2_tp2", LARGEST])
-def test_a_step_without_latent_vectors_of_queries_sends_what_its_terms_say(strategy):
-  ours = compile_step(job_of(strategy, **{**LATENTS, "model.query_latent_size": 0}))
   assert ours.sent() == budget(ours.job)
 
 

@@ -18,12 +18,6 @@ def test_every_mesh_and_every_variant_is_in_it():
   assert {c.dtype for c in found} == {"float32", "float64", "bfloat16"}
 
 
-def test_accumulation_is_more_than_one_microbatch_everywhere():
-  for one in matrix.combinations():
-    if one.variant.endswith("accumulated") or "microbatches" in one.variant:
-      assert matrix.overrides(one)["training.gradient_accumulation_steps"] > 1
-
-
 def test_a_wrong_gradient_is_reported(monkeypatch):
   right = Combination("mlp", "data8", "plain", "float64")
   assert matrix.compare(right).wrong == ()

@@ -8,7 +8,6 @@ import jax
 import optax
 import pytest
 
-from models.mlp import MLP
 from partitioning.parallel import collectives
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity.comparison import (
@@ -18,7 +17,7 @@ from tests.parity.comparison import (
   reference,
   train,
 )
-from training import gradients, step
+from training import step
 from training.parity import BOUNDS, CopiesDifferError
 
 psum, psum_scatter, all_gather = jax.lax.psum, jax.lax.psum_scatter, jax.lax.all_gather
@@ -59,34 +58,6 @@ def assert_caught_by_the_loss(mesh, overrides=None):
 def _references():
   """Trains on one device before anything is patched."""
   assert_caught.references = {recipe: reference(recipe, "float64") for recipe in ("lm", "mlp")}
-
-
-def test_a_loss_summed_twice(monkeypatch):
-  # test_trains_as_one_device_does: the raw gradients, not the optimizer, tell a factor.
-  original = MLP.loss_sums
-
-  def doubled(*arguments):
-    return {name: 2 * value for name, value in original(*arguments).items()}
-
-  monkeypatch.setattr(MLP, "loss_sums", doubled)
-  assert_caught("data8", recipe="mlp")
-
-
-def test_a_mean_of_the_microbatches_means(monkeypatch):
-  # test_tied_embeddings_documents_rematerialization_accumulation_and_chunks
-  accumulate = gradients.accumulate
-
-  def mean_of_means(of_microbatch, count):
-    def scaled(*given):
-      (grads, means), variables = of_microbatch(*given)
-      scale = 1 / means["weight"] / count
-      means = {name: value * scale for name, value in means.items()}
-      return (jax.tree.map(lambda g: g * scale, grads), means), variables
-
-    return accumulate(scaled, count)
-
-  monkeypatch.setattr(gradients, "accumulate", mean_of_means)
-  assert_caught("fsdp8", {"training.gradient_accumulation_steps": 2}, recipe="mlp")
 
 
 def test_a_norm_of_one_shard(monkeypatch):

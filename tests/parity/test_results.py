@@ -23,14 +23,6 @@ def test_the_page_counts_what_was_compared():
   assert "have not been run" not in text
 
 
-def test_the_page_has_a_column_for_each_mesh_and_the_largest_difference():
-  found = results("fsdp8", largest=2e-15) + results("data8", largest=3e-13, wrong=("gradient x",))
-  lines = page(found, MESHES).splitlines()
-  assert "| variant | dtype | data8 | fsdp8 |" in lines
-  assert "| lm, plain | float64 | 3.0e-13 | 2.0e-15 |" in lines
-  assert "2 combinations, 60 tensors compared, 1 combinations beyond the bound." in lines
-
-
 def test_the_page_says_what_is_of_which_code_and_what_has_not_been_run():
   text = page(results("data8") + results("fsdp8", "tensor8", code="bbbb"), MESHES, missing=4)
   assert "4 combinations of the matrix have not been run." in text

@@ -65,13 +65,6 @@ def test_without_a_mesh_it_is_refused_and_none_is_invented():
     jax.eval_shape(lambda x: constrain(x, "BF"), abstract(6, 20))
 
 
-def test_the_layout_ends_with_its_block(data_tensor):
-  with activation_layout(LEGEND, TABLE):
-    jax.eval_shape(lambda x: constrain(x, "BF"), abstract(6, 20))
-  with pytest.raises(RuntimeError, match="no activation_layout"):
-    jax.eval_shape(lambda x: constrain(x, "BF"), abstract(6, 20))
-
-
 WRONG = [
   ("BTF", (6, 20), "activation BTF of shape (6, 20): dims BTF have rank 3"),
   ("BX", (6, 20), "activation BX of shape (6, 20): dim X is not in the legend (B batch, T seq"),
@@ -141,17 +134,6 @@ def test_what_is_traced_is_recorded_in_any_case(data_tensor):
   assert layout.axes() == {"data", "tensor"}
 
 
-def test_judging_leaves_out_only_the_constraints_that_fail(data_tensor):
-  def forward(x, y):
-    return constrain(x, "BF"), constrain(y, "BF")
-
-  with activation_layout(LEGEND, TABLE, checking=True):
-    jaxpr = jax.make_jaxpr(forward)(abstract(6, 20), abstract(5, 20)).jaxpr
-  [equation] = jaxpr.eqns
-  assert equation.primitive.name == "sharding_constraint"
-  assert equation.outvars[0].aval.shape == (6, 20)
-
-
 def test_where_all_axes_are_manual_nothing_is_constrained(data_tensor):
   split = PartitionSpec("data", "tensor")
   manual = jax.shard_map(lambda x: constrain(x, "BF"), in_specs=split, out_specs=split)
@@ -194,15 +176,6 @@ def test_a_constraint_acts(data_tensor, monkeypatch):
   assert free.as_text() != constrained.as_text()
   assert "f32[3,5]" in constrained.as_text()  # a piece of [6, 20]
   assert "f32[3,5]" not in free.as_text()
-
-
-def test_a_table_that_replicates_acts_too(data_tensor):
-  whole = dict.fromkeys(TABLE, ())
-  compiled = compile_project(data_tensor, whole)
-  assert lies_as(compiled, data_tensor)
-  gathers = collectives(compiled.as_text(), data_tensor)
-  assert [(c.kind, c.axes) for c in gathers] == [("all-gather", ("data",))]
-  assert collectives(compile_project(data_tensor).as_text(), data_tensor) == []
 
 
 def test_it_acts_on_the_gradient(data_tensor):

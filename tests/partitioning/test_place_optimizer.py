@@ -31,18 +31,6 @@ def test_optimizer_leaves_follow_their_parameter_and_scalars_are_replicated():
       assert (leaf.spec, leaf.rule) == (spec, f"as {name}")
 
 
-def test_another_table_gives_zero_1_specs():
-  table = {**TABLE, "model": ("fsdp", "data")}
-  sizes = {**SIZES, "data": 3}
-  found, failures = placed(optax.sgd(1e-3, momentum=0.9), table=table, sizes=sizes)
-  assert failures == []
-  parameters = specs(params(), sizes=sizes)
-  assert parameters["norm/scale"] == PartitionSpec("fsdp")
-  assert found["optimizer/0/trace/norm/scale"].spec == PartitionSpec(("fsdp", "data"))
-  up = found["optimizer/0/trace/layers/up/kernel"].spec
-  assert tuple(up) == (None, ("fsdp", "data"), "tensor")
-
-
 def test_a_table_that_does_not_divide_a_leaf_is_refused_by_the_leafs_name():
   table = {**TABLE, "model": ("fsdp", "data")}
   _, failures = placed(optax.adamw(1e-3), table=table, sizes={**SIZES, "data": 5})
@@ -168,19 +156,6 @@ def test_what_belongs_to_no_parameter_is_replicated_if_small_and_refused_if_larg
   assert "optimizer/history: shape (13, 5), but it belongs to no parameter and has mo" in str(
     failure
   )
-
-
-def test_an_owner_is_found_by_structure_and_not_by_the_end_of_a_name():
-  tree = {"scale": array(12), "up": {"kernel": array(20)}}
-  names = {"scale": "D", "up/kernel": "F"}
-  parameters, _ = place_parameters(tree, names, LEGEND, TABLE, SIZES)
-  masked = {"mu": {"up": {"kernel": array(20)}}}  # of the others there is nothing
-  state = [{"scale": array(12), "count": array()}, masked, {"nu": tree}]
-  found, failures = place_optimizer(state, parameters, LEGEND, TABLE, SIZES)
-  assert failures == []
-  assert found["optimizer/0/scale"].rule == "no parameter's"  # a field that is called like one
-  assert found["optimizer/1/mu/up/kernel"].rule == "as up/kernel"
-  assert found["optimizer/2/nu/scale"].rule == "as scale"
 
 
 def in_blocks(block):

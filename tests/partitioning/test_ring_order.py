@@ -92,11 +92,6 @@ def test_tensor_in_a_pod_is_a_square_of_chips(placed):
   assert {*of_axes[:, 3, 0, 1]} == {6}
 
 
-def test_an_axis_that_takes_part_of_a_row_would_be_a_line(placed, monkeypatch):
-  monkeypatch.setattr(rings, "in_rings", lambda grid, axes: grid)
-  assert links(placed((16, 16), fsdp=64, tensor=4), "tensor", (16, 16), True).max() == 3
-
-
 @pytest.mark.parametrize(
   ("shape", "sizes"),
   [

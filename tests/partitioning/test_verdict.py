@@ -94,12 +94,6 @@ def test_another_cause_of_the_same_dim_is_named_too():
   )
 
 
-def test_an_override_and_an_activation_that_fail_by_the_same_axis_are_both_named():
-  tables = {**dict.fromkeys(TABLES, TABLE), "activations": {**TABLE, "outputs": ("tensor",)}}
-  failures = refusal(tables=tables, overrides=(("down", (None, "tensor")),))
-  assert [failure.partition(":")[0] for failure in failures] == ["down", "activation BO [8, 6]"]
-
-
 def test_failures_of_all_sections_come_together():
   failures = refusal(
     rows=7,

@@ -159,14 +159,6 @@ def test_delayed_scaling_takes_known_magnitudes_and_returns_those_of_the_step():
       np.testing.assert_allclose(seen[name], magnitudes, rtol=1e-6)
 
 
-def test_without_a_known_magnitude_delayed_scaling_is_current():
-  given = inputs("NHD")
-  mesh = MESHES["fsdp2_tensor4"]
-  known = {"NHD": (np.float32(0),) * 3}
-  results, (of_x, of_kernels, _), _ = on(mesh, "float8", *given, known)
-  assert_close((results, of_x, of_kernels), expected("float8", *given))
-
-
 def test_a_history_moves_on_by_a_step():
   history = jnp.asarray([[[3.0, 1.0, 5.0]] * 3])
   with jax.numpy_dtype_promotion("standard"):

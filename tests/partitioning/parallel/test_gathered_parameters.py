@@ -14,7 +14,6 @@ from tests.parity.comparison import FEATURES, assert_equal, train
 from training import microbatches
 
 MESH = {"mesh.stage": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "model.layers": 4}
-TICK = {"training.pipeline_gather": "tick"}
 
 
 @functools.cache
@@ -51,14 +50,6 @@ def test_once_per_step():
   both = [c for c in found if c.axes == ("fsdp",) and c.kind in ("all-gather", "reduce-scatter")]
   whole = sum(p_bytes(once.job, p) for p in sharded)
   assert sum(c.count * c.bytes for c in both) == 2 * whole
-
-
-@pytest.mark.long  # beside other axes: tests/parity/test_pipeline.py
-def test_in_each_tick():
-  each = trained(**MESH, **TICK)
-  assert_equal(each, trained(), "float64")
-  ticks = each.job.program.pipeline.forward_ticks
-  assert arrays(each, "all-gather") > ticks * len(of_fsdp(each))
 
 
 def test_kernels_alone_are_gathered_in_the_compute_dtype():

@@ -81,16 +81,3 @@ def test_a_schedule_counted_by_hand():
   assert text(0) == ["F0", "F1", "F2B0", "B1", "B2"]
   assert text(1) == ["", "F0B0", "F1B1", "F2B2", ""]
   assert schedule.bubble == 1 / 4
-
-
-@pytest.mark.parametrize("schedule", CASES, ids=str)
-def test_counts_of_ticks(schedule):
-  pairs = schedule.microbatches * schedule.chunks + schedule.stages - 1
-  both = [
-    {unit.work for stage in range(schedule.stages) for unit in schedule.at(stage, tick)}
-    for tick in range(schedule.ticks)
-  ]
-  # So a step takes (M v + S - 1)(forward + backward), whatever the kind.
-  assert sum(Work.FORWARD in kinds for kinds in both) == pairs
-  assert sum(Work.BACKWARD in kinds for kinds in both) == pairs
-  assert schedule.bubble == pytest.approx((schedule.stages - 1) / pairs)

@@ -118,34 +118,6 @@ def test_shards_of_less_than_a_row_of_a_tile_are_narrow(shape, dim, shards, narr
   assert collectives._narrow(shape, dim, shards) is narrow
 
 
-def test_a_layout_for_tpus_changes_no_number_and_no_gradient():
-  # 8 numbers of each row for a device; on CPUs the layout is one of several that all work.
-  shape = (2**14, 64)
-  assert collectives._narrow(shape, 1, 8)
-  assert collectives._padding(shape, 1, 8) is None
-  random = np.random.default_rng(0)
-  x = random.normal(size=(8, *shape)).astype(np.float32)
-  mesh = make_mesh({**SIZES, "data": 1, "tensor": 8})
-
-  def both_ways(shard, x):
-    scattered = collectives._padded_scatter(x[0], ("tensor",), 1)
-    whole, back = jax.vjp(lambda shard: all_gather(shard, ("tensor",), 1), shard)
-    return scattered, whole, *back(x[0])
-
-  spec = P(None, "tensor")
-  found = jax.jit(
-    jax.shard_map(
-      both_ways,
-      mesh=mesh,
-      in_specs=(spec, P("tensor")),
-      out_specs=(spec, P(), spec),
-      check_vma=False,
-    )
-  )(x[0], x)
-  for ours, wanted in zip(found, (x.sum(axis=0), x[0], x.sum(axis=0)), strict=True):
-    np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("shape", [(2, 16), (29 * 128, 8)])  # the second one is padded
 def test_a_scatter_over_slices_is_the_sum_of_all_devices_parts(shape):
   x = np.random.default_rng(0).standard_normal((8, *shape)).astype(np.float32)
