@@ -20,7 +20,8 @@ from models.spec import ModelSpec
 from runtime.extensions import Table
 
 with epy.lazy_imports():
-  from models import mlp, vit
+  from models import mlp as _mlp
+  from models import vit as _vit
 
 
 @runtime_checkable
@@ -124,8 +125,8 @@ MODELS: Table = Table(
   "model",
   {
     "transformer": transformer,
-    "mlp": mlp,
-    "vit": vit,
+    "mlp": _mlp,
+    "vit": _vit,
   },
 )
 
