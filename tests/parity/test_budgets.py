@@ -136,13 +136,14 @@ def test_a_loss_in_chunks_sends_no_more_for_kernels_and_never_has_all_logits():
 
 def test_a_budget_catches_kernels_that_are_kept(monkeypatch):
   # Neither gathered again, nor let go: without checkpoints each device keeps every layer's.
+  plain = trained("fsdp8")[1].text
   monkeypatch.setattr(jax, "checkpoint", lambda function, **_: function)
   ours = compile_step(job_of("fsdp8"))
   with pytest.raises(AssertionError):
     assert_within_budget(ours)
   stacked = r"\[2,40,56\]"  # [L, D, F] whole; a device's share is [2, 5, 56]
   assert re.search(rf"f32{stacked}", ours.text)
-  assert not re.search(rf"f64{stacked}", trained("fsdp8")[1].text)
+  assert not re.search(rf"f64{stacked}", plain)
 
 
 # ---- The page ----
