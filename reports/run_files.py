@@ -8,9 +8,22 @@ from typing import Any
 
 from etils import epath
 
+from partitioning.parallel.pipeline_schedule import KINDS
 from reports import grid
 from runtime import files, forms
-from runtime.forms import is_number
+from runtime.forms import (
+  FLAG,
+  NUMBER,
+  STEP,
+  TEXT,
+  Each,
+  Exactly,
+  Kind,
+  Needs,
+  OrNull,
+  is_number,
+  whole,
+)
 from training import history, workdir_files
 from training.metrics import log_lines
 from training.metrics.log_lines import MOST_BYTES
@@ -204,12 +217,41 @@ def _layout(path: epath.Path) -> dict[str, Any] | None:
   """Returns what `layout.json` says, with its drawings; None if it is damaged."""
   try:
     values = files.read_json(path)
+    forms.check(values, _LAYOUT, str(path))
     values["mesh"] = values["mesh"] and grid.from_json(values["mesh"])
     for one in values["drawings"]:
       one["sheet"] = grid.from_json(one["sheet"])
-  except (OSError, ValueError, KeyError, TypeError):
+  except (OSError, ValueError):
     return None
   return values
+
+
+_EDGE = Exactly({"title": TEXT, "under": TEXT, "labels": [TEXT]})
+_CELL = Exactly({"devices": [STEP], "text": OrNull(TEXT), "hatch": STEP})
+_SHEET = Exactly(
+  {
+    **{"title": TEXT, "rows": _EDGE, "columns": _EDGE, "notes": [TEXT], "turnable": FLAG},
+    "panels": Each([_CELL]),
+  }
+)
+_COUNT = whole(1, 2**20)
+_LAYOUT = Needs(
+  {
+    **{"caption": TEXT, "mesh": OrNull(_SHEET), "parameters": STEP, "replicated_bytes": NUMBER},
+    "bytes_per_device": Each(NUMBER),
+    "drawings": [Needs({"names": [TEXT], "sheet": _SHEET})],
+  },
+  {
+    "pipeline": OrNull(
+      Exactly(
+        {
+          "kind": Kind(f"one of {', '.join(KINDS)}", lambda value: value in KINDS),
+          **dict.fromkeys(("stages", "microbatches", "chunks", "layers"), _COUNT),
+        }
+      )
+    ),
+  },
+)
 
 
 def _on_disk(folder: epath.Path) -> list[int]:

@@ -74,6 +74,7 @@ class Run:
   Attributes:
     count: how many.
     launcher: whether `processes.launch` has started them.
+    workdir: of the run.
     port: of the coordinator, where no launcher chooses one.
     stalled: the file that stops the reading of one, while it is there.
     popens: what was started, the launcher alone where one starts them.
@@ -115,7 +116,7 @@ class Run:
       within: of each process, the command that starts its own (`nsenter`).
       first_host: where process 0 is, for the others.
     """
-    self.count, self.launcher, self._workdir = count, launcher, workdir
+    self.count, self.launcher, self.workdir = count, launcher, workdir
     self.stalled = workdir.with_name(f"{workdir.name}-stalled")
     self._family: dict[psutil.Process, None] = {}
     self._looked = 0.0
@@ -253,7 +254,7 @@ class Run:
     found = [process for process in self._family if _runs(process)]
     for process in psutil.process_iter(["cmdline", "status"]):
       words = process.info["cmdline"] or []
-      if f"--workdir={self._workdir}" in words and process.info["status"] != psutil.STATUS_ZOMBIE:
+      if f"--workdir={self.workdir}" in words and process.info["status"] != psutil.STATUS_ZOMBIE:
         found.append(process)
     return [*dict.fromkeys(found)]
 

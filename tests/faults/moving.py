@@ -61,12 +61,12 @@ def flags(strategy: str) -> list[str]:
   return ["--config=configs/dp4_tp2.py", *settings]
 
 
-def job_of(strategy: str) -> Job:
-  """Returns the job of such a command line."""
+def job_of(strategy: str, processes: int) -> Job:
+  """Returns the job of such a command line, of one of several processes."""
   config = dp4_tp2.get_config()
   mesh = {f"mesh.{axis}": size for axis, size in MESHES[strategy].items()}
   config.update_from_flattened_dict({**SETTINGS, **mesh})
-  [its] = devices.start(config.mesh.to_dict(), simulate=True)
+  [its] = devices.start(config.mesh.to_dict(), simulate=True, processes=processes)
   config = finalize.finalize(config, its.platform)
   validate.check(config, its.sizes)
   return prepare(config, its)
@@ -88,7 +88,7 @@ def wrong(tree: dict, folder: str) -> list[str]:
 def main(strategy: str, *folders: str) -> None:
   """Restores each."""
   group = groups.connect(start_timeout_seconds=60, heartbeat_seconds=30)
-  job = job_of(strategy)
+  job = job_of(strategy, group.count)
   batches = splits.open_data(job).train
   train_step = job.compile_train_step().function
   for folder in folders:
