@@ -20,8 +20,8 @@ AXIS = [
   ("partitioning/mesh_sizes.py", '\nAXES = ("data"', '\nAXES = ("replica", "data"'),
   (
     "configs/keys/run.py",
-    "MESH: Rows = {\n",
-    'MESH: Rows = {\n  "replica": Key(1, "splits the batch", unit="devices"),\n',
+    "_AXES: Rows = {\n",
+    '_AXES: Rows = {\n  "replica": Key(1, "splits the batch", unit="devices"),\n',
   ),
   (
     "configs/schema/axis_tables.py",
