@@ -7,7 +7,9 @@
   python -m benchmarks.forecast_accuracy --write=headers --of=FOLDER    # the text of a pair
 
 `headers` and `packages_1024` are for a GPU and read files that --write makes: the headers of
-PyTorch's folder torch/include, and the modules of the packages of an environment.
+PyTorch's folder torch/include, and the modules of the packages of an environment. The tokenizer of
+the latter is trained by `main.py prepare` with --train_tokenizer=1024, and its folder copied to
+runs/forecast_accuracy/packages_1024.
 The record is docs/forecast.json. A prediction is committed before its run is trained: the history
 of that file shows which was first. Each run predicted takes 8 times the compute of the largest of
 its ladder.

@@ -455,10 +455,9 @@ def blocks(
 
 
 def _split(stacks: Mapping[str, nnx.Module]) -> tuple[dict[str, Any], dict[str, Any]]:
-  parts = {name: nnx.split(layers) for name, layers in stacks.items()}
-  return {name: part[0] for name, part in parts.items()}, {
-    name: part[1] for name, part in parts.items()
-  }
+  """Returns name -> the structure of a stack, and name -> its parameters."""
+  graphdefs, states = zip(*map(nnx.split, stacks.values()), strict=True)
+  return dict(zip(stacks, graphdefs, strict=True)), dict(zip(stacks, states, strict=True))
 
 
 def _merged(graphdefs: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, nnx.Module]:
