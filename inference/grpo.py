@@ -270,6 +270,7 @@ class Rollouts:
     counts = answers.lengths[rows]
     metrics |= {"answer_tokens": float(counts.mean())}
     metrics |= {"answers_cut": float(1 - answers.ended[rows].mean())}
+    metrics |= {"answer_tokens_per_second": self._sampler.sampler.pace.rate}
     length = self._job.config.data.sequence_length
     return _Scored(rows_of(prompts, answers, length), values, metrics)
 

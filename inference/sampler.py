@@ -221,6 +221,11 @@ class Pace:
       self._first, self._beside = self._last, count
     self.tokens += count
 
+  @property
+  def rate(self) -> float:
+    """Returns tokens per second, of all from when the prompt was given."""
+    return self.tokens / max(self._last - self._began, 1e-9)
+
   def text(self) -> str:
     """Returns `64 tokens, 31.2 tokens/s; the first after 0.12 s`; the rate is of the others."""
     if not self.tokens:

@@ -163,6 +163,7 @@ def test_what_is_drawn_follows_from_seed_step_and_parameters(two_devices):
   rollouts, state = two_devices
   first, metrics = batch_of(rollouts, state)
   assert metrics["sampler_difference"] < 1e-4
+  assert 0 < metrics["answer_tokens_per_second"] < 1e7
   again, nothing = batch_of(rollouts, changed(state), step=1)
   assert nothing == {}, "of the second update on the same answers"
   other, _ = batch_of(rollouts, state, step=2)
