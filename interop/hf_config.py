@@ -135,7 +135,7 @@ SHAPES = (
   *("attention_gate", "shared_gate"),
   "tied_embeddings",
   *("attention", "latent_size", "query_latent_size", "value_head_size"),
-  *("mixer", "layer_types", "convolution_size", "mixer_norm", *MIXER),
+  *("mixer", "layer_types", "convolution_size", "mixer_norm", "mixer_pre_norms", *MIXER),
   *("experts", "expert_feedforward_size", "shared_feedforward_size", "dense_layers"),
   *("sparse_every", "mlp_only_layers", "router_bias", "router_correction", "expert_biases"),
 )

@@ -60,6 +60,7 @@ class Names:
     others: rows of which a folder may have one table's in place of those in `rows` with the same
       parameters; they are read, and not written.
     instead: rows of names in `rows` for models that have other parameters in these tensors.
+    also: names in `rows` -> by which else a folder may have these tensors; read, and not written.
     further: of layers that predict further tokens; None: the family has none.
   """
 
@@ -70,6 +71,7 @@ class Names:
   tied: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
   others: tuple[Mapping[str, Row], ...] = ()
   instead: Mapping[str, Row] = dataclasses.field(default_factory=dict)
+  also: Mapping[str, str] = dataclasses.field(default_factory=dict)
   further: Further | None = None
 
 
@@ -460,6 +462,37 @@ QWEN_3_5_MOE = dataclasses.replace(
   others=(MERGED_EXPERTS,),
 )
 
+# As published.
+OLMO_HYBRID = Names(
+  {
+    **OLMO_2.rows,
+    **_rows(
+      LAYER,
+      ("attention_layer_norm", "D", "attention_norm"),
+      ("feedforward_layer_norm", "D", "mlp_norm"),
+    ),
+    **_rows(
+      f"{LAYER}linear_attn.",
+      ("q_proj", "Gh D", "attention/query"),
+      ("k_proj", "Gh D", "attention/key"),
+      ("v_proj", "Au D", "attention/value"),
+      ("g_proj", "Au D", "attention/gate"),
+      ("a_proj", "A D", "attention/decay"),
+      ("b_proj", "A D", "attention/strength"),
+      ("o_norm", "u", "attention/norm"),
+      ("o_proj", "D Au", "attention/out"),
+    ),
+    f"{LAYER}linear_attn.q_conv1d.weight": ("Gh 1 w", "layers/attention/query_taps"),
+    f"{LAYER}linear_attn.k_conv1d.weight": ("Gh 1 w", "layers/attention/key_taps"),
+    f"{LAYER}linear_attn.v_conv1d.weight": ("Au 1 w", "layers/attention/value_taps"),
+    f"{LAYER}linear_attn.A_log": ("A", "layers/attention/log_factor"),
+    f"{LAYER}linear_attn.dt_bias": ("A", "layers/attention/step_bias"),
+  },
+  # As version 5.23 of transformers names the norm after attention in files that it writes.
+  also={
+    f"{LAYER}post_attention_layernorm.weight": f"{LAYER}feedforward_layer_norm.weight",
+  },
+)
 KIMI_LINEAR = Names(
   {
     **{**ENDS, **NORMS, **LATENT_ATTENTION, **MLP},
@@ -816,6 +849,21 @@ FAMILIES: dict[str, Family] = {
     _defaults(4096, 11_008, 32, 32, None, 50_304, 2048, 1e-5, sliding_window=4096),
     (*_PLAIN, _BIASES, parts.alternating(4), rope_by_layer(500_000.0, 500_000.0)),
     fixed=_OLMO_FIXED,
+  ),
+  "olmo_hybrid": Family(
+    *("OlmoHybridForCausalLM", OLMO_HYBRID),
+    _defaults(
+      *(3840, 11_008, 32, 30, None, 100_352, 65_536, 1e-6),
+      linear_conv_kernel_dim=4,
+      linear_allow_neg_eigval=True,
+    ),
+    (*_COMMON, parts.SCALE, _BIASES, parts.only("hidden_act", "silu"), *hf_mixers.OLMO_HYBRID),
+    # The norm of what a mixer computes has an epsilon of its own.
+    fixed={
+      **{**_OLMO_FIXED, "activation": "silu"},
+      **{"mixer_pre_norms": True, "mixer_norm_epsilon": 1e-5},
+    },
+    ignored=hf_mixers.OLMO_IGNORED,
   ),
   "smollm3": Family(
     *("SmolLM3ForCausalLM", LLAMA),

@@ -12,10 +12,12 @@ from interop.hf_parts import (
   Theirs,
   all_of,
   field,
+  flag,
   head_size_of,
   named_layers,
   of_types,
   only,
+  rope,
   short,
   sparse_of,
   types_of,
@@ -89,6 +91,60 @@ GATED_DELTA = mixer(
     ("linear_key_head_dim", "mixer_head_size"),
     ("linear_value_head_dim", "mixer_value_head_size"),
   ),
+)
+
+# ------------------------------ Olmo Hybrid ------------------------------
+
+_LINEAR, _ROPE = "linear_attention", "rope_parameters"
+
+
+def _rotates(theirs: Theirs) -> bool:
+  """Returns whether attention has positions: not where the object has null as its base."""
+  return (theirs.get(_ROPE) or {}).get("rope_theta", theirs) is not None
+
+
+def _read_olmo_layers(theirs: Theirs) -> dict[str, Any]:
+  """Returns the layers' types; where they are not listed, the last of each four has attention."""
+  full = "full" if _rotates(theirs) else "full_unrotated"
+  kinds, layers = {_LINEAR: MIXER, FULL: full}, value_of(theirs, "num_hidden_layers")
+  attends = {*range(3, layers, 4)} or {layers - 1}
+  return of_types(named_layers(theirs, kinds, lambda n: FULL if n in attends else _LINEAR))
+
+
+def _write_olmo_layers(model: Ours) -> dict[str, Any]:
+  types = types_of(model)
+  none = {_ROPE: {"rope_type": "default", "rope_theta": None}}
+  kinds = [_LINEAR if one == MIXER else FULL for one in types]
+  return {"layer_types": kinds, **({} if "full" in types else none)}
+
+
+def _olmo_key_size(theirs: Theirs) -> int:
+  """Returns the size of a key where a file does not say it."""
+  heads = theirs.get("linear_num_key_heads") or value_of(theirs, "num_attention_heads")
+  return int(0.75 * value_of(theirs, "hidden_size") / heads)
+
+
+_OLMO_HEADS = {"null": lambda theirs: value_of(theirs, "num_attention_heads")}
+OLMO_HYBRID = (
+  when(_rotates, lambda model: "full" in types_of(model), rope()),
+  *mixer(
+    "gated_delta",
+    Part(("layer_types",), _read_olmo_layers, _write_olmo_layers),
+    field("linear_conv_kernel_dim", "convolution_size"),
+    field("linear_num_value_heads", "mixer_heads", **_OLMO_HEADS),
+    field("linear_num_key_heads", "mixer_key_heads", **_OLMO_HEADS),
+    field("linear_key_head_dim", "mixer_head_size", null=_olmo_key_size),
+    field(
+      *("linear_value_head_dim", "mixer_value_head_size"),
+      null=lambda theirs: 2 * (theirs.get("linear_key_head_dim") or _olmo_key_size(theirs)),
+    ),
+    flag("linear_allow_neg_eigval", "mixer_negative_eigenvalues"),
+  ),
+)
+# Of how parameters are drawn.
+OLMO_IGNORED = (
+  *("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max"),
+  "linear_dt_init_floor",
 )
 
 # ------------------------------ Kimi Linear ------------------------------

@@ -236,6 +236,8 @@ def joined(
 
 # ------------------------------ names in a folder ------------------------------
 
+_NUMBERS = re.compile(r"\.(\d+)(?=\.|$)")  # of layers and experts
+
 
 @dataclasses.dataclass(frozen=True)
 class Matched:
@@ -269,6 +271,10 @@ def match(
   names = FAMILIES[model_type].names
   wanted = tensors(spec, model_type, rows_of(names, stored))
   known = {full_name(name, stored, names): name for name in stored}
+  for name in {*wanted} - {*known}:
+    row = names.also.get(_NUMBERS.sub(".{}", name), "")
+    if (also := row.format(*_NUMBERS.findall(name))) in {*known} - {*wanted}:
+      known[name] = known.pop(also)
   found, wrong = {}, []
   for name, tensor in wanted.items():
     if name not in known:
@@ -293,7 +299,7 @@ def match(
 
 def rows_of(names: Names, stored: Iterable[str]) -> Mapping[str, Row]:
   """Returns the rows of a family that a folder has."""
-  there = {re.sub(r"\.\d+(?=\.|$)", ".{}", full_name(name, stored, names)) for name in stored}
+  there = {_NUMBERS.sub(".{}", full_name(name, stored, names)) for name in stored}
   rows = names.rows
   for others in names.others:
     if there.isdisjoint(others):

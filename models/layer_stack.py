@@ -106,20 +106,21 @@ class Block(nnx.Module):
     """
     self.spec, norm = spec, NORMS[spec.norm]
     attends, self.feeds = _parts_of(spec, stack)
+    self.pre_norms, self.post_norms = spec.norms_of(stack)
     if attends:
-      if spec.pre_norms:
+      if self.pre_norms:
         self.attention_norm = norm(f"{stack}attention_norm", spec)
       self.attention = attention_class(spec, stack)(spec, rngs=rngs, name=f"{stack}attention")
       if spec.with_mixers:
         self.mixer = attention_class(spec, MIXER_LAYERS)(spec, rngs=rngs, name=f"{stack}mixer")
     self.attends, self.sparse = attends, self.feeds and _has_experts(spec, stack)
-    if self.feeds and spec.pre_norms:
+    if self.feeds and self.pre_norms:
       self.mlp_norm = norm(f"{stack}mlp_norm", spec)
     if self.sparse:
       self.experts = experts.Experts(spec, rngs=rngs, name=f"{stack}experts")
     elif self.feeds:
       self.mlp = MLPS[spec.mlp](spec, rngs=rngs, name=f"{stack}mlp")
-    if spec.post_norms:
+    if self.post_norms:
       for part in ["attention"] * attends + ["mlp"] * self.feeds:
         setattr(self, f"{part}_post_norm", norm(f"{stack}{part}_post_norm", spec))
 
@@ -135,10 +136,11 @@ class Block(nnx.Module):
       parts["mlp"] = under("experts", experts.Experts.dims(spec))
     elif feeds:
       parts["mlp"] = under("mlp", MLPS[spec.mlp].dims(spec))
-    norm, found = NORMS[spec.norm].dims(spec), {}
+    (before, after), norm = spec.norms_of(stack), NORMS[spec.norm].dims(spec)
+    found = {}
     for part, rows in parts.items():
-      found |= under(f"{part}_norm", norm) if spec.pre_norms else {}
-      found |= rows | (under(f"{part}_post_norm", norm) if spec.post_norms else {})
+      found |= under(f"{part}_norm", norm) if before else {}
+      found |= rows | (under(f"{part}_post_norm", norm) if after else {})
     return found
 
   @property
@@ -194,7 +196,7 @@ class Block(nnx.Module):
 
   def _normed(self, x_BRD: Float[Array, "B R D"], part: str) -> Float[Array, "B R D"]:
     """Returns what a part of the layer reads."""
-    if not self.spec.pre_norms:
+    if not self.pre_norms:
       return x_BRD
     return named(getattr(self, f"{part}_norm")(x_BRD), f"{part}_input")
 
@@ -213,7 +215,7 @@ class Block(nnx.Module):
     the residual (MiniMax-01).
     """
     update_BRD, spec = named(update_BRD, f"{part}_update"), self.spec
-    if spec.post_norms:
+    if self.post_norms:
       update_BRD = getattr(self, f"{part}_post_norm")(update_BRD)
     update_BRD = self._scaled(update_BRD)
     if spec.normed_residual:

@@ -24,7 +24,7 @@ from models.layers import Linear, Norm, adapter_dropout, named
 from models.positions import Layer, Rows
 from models.spec import RESIDUAL, DecoderSpec
 from partitioning.constraints import axes_splitting, constrain, current_layout, manual_axes
-from partitioning.dtypes import wide_dtype
+from partitioning.dtypes import scaled, wide_dtype
 from partitioning.parallel import collectives
 from partitioning.parallel.matmuls import Dropped, column_parallel, row_parallel
 from partitioning.parallel.sharded_function import on_shards
@@ -323,7 +323,8 @@ class GatedDeltaNet(Recurrent):
       setattr(self, f"{one}_taps", draw_taps(spec, f"w{letters}", rngs))
     self.log_factor, self.step_bias = draw_decays(spec, rngs, steps=self.decays)
     plain = dataclasses.replace(spec, norm_scale_from_one=False)
-    self.norm = Norm(f"{name}/norm", plain)
+    self.norm = Norm(f"{name}/norm", plain, epsilon=spec.mixer_norm_epsilon or None)
+    self.most = 2 if spec.mixer_negative_eigenvalues else 1
     self.out = Linear(f"{name}/out", spec, rngs=rngs, scale=spec.out_scale)
 
   @staticmethod
@@ -358,7 +359,8 @@ class GatedDeltaNet(Recurrent):
     factor = constrain(self.log_factor[...].astype(wide), "A")[None, None]
     factor = factor.reshape(*factor.shape, *(1,) * (bias.ndim - factor.ndim))
     log_decay = -jnp.exp(factor) * jax.nn.softplus(decay.astype(wide) + bias)
-    return gates_at_borders(log_decay, jax.nn.sigmoid(strength_BTA.astype(wide)), rows)
+    strength_BTA = scaled(jax.nn.sigmoid(strength_BTA.astype(wide)), self.most)
+    return gates_at_borders(log_decay, strength_BTA, rows)
 
 
 def draw_decays(

@@ -27,6 +27,7 @@ from runtime.layer_kinds import (
   LAYERS,
   MIXER_LAYERS,
   MLP_LAYERS,
+  OF_MIXERS,
   mixers_beside,
   parts_of_layers,
   stack_of,
@@ -267,6 +268,11 @@ class LayersSpec(ModelSpec):
     """Returns whether all layers have a mixer beside attention, which decoders may have."""
     return False
 
+  def norms_of(self, stack: str) -> tuple[bool, bool]:
+    """Returns whether the parts of a stack's layers have norms before them, and after them."""
+    del stack
+    return self.pre_norms, self.post_norms
+
   @property
   def parts(self) -> int:
     """Returns how many parts a layer has: attention and MLP, or in some decoders one of them."""
@@ -359,6 +365,9 @@ class DecoderSpec(LayersSpec):
   mtp_layers: int
   mtp_weight: float
   mixer_norm: str
+  mixer_norm_epsilon: float
+  mixer_pre_norms: bool
+  mixer_negative_eigenvalues: bool
   multipliers: tuple[tuple[str, float], ...]
 
   trainable: tuple[str, ...]
@@ -448,6 +457,11 @@ class DecoderSpec(LayersSpec):
   def with_mixers(self) -> bool:
     """Returns whether all layers have a mixer beside attention."""
     return mixers_beside(self) > 0
+
+  def norms_of(self, stack: str) -> tuple[bool, bool]:
+    """Returns whether the parts of a stack's layers have norms before them, and after them."""
+    alone = self.mixer_pre_norms and stack in OF_MIXERS
+    return (True, False) if alone else super().norms_of(stack)
 
   @property
   def parts(self) -> int:

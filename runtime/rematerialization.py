@@ -57,8 +57,10 @@ _WHEN: Mapping[str, Callable[[Any], bool]] = {
   **dict.fromkeys(("latent", "rotary_key", "key_value"), lambda model: _is_latent(model)),
   "query_latent": lambda model: _is_latent(model) and model.query_latent_size > 0,
   **dict.fromkeys(("key", "value"), lambda model: not _is_latent(model)),
-  "attention_input": lambda model: model.pre_norms,  # else it is the layer's input
-  "mlp_input": lambda model: model.pre_norms,
+  # Else what a part reads is the layer's input.
+  **dict.fromkeys(
+    ("attention_input", "mlp_input"), lambda model: model.pre_norms or model.mixer_pre_norms
+  ),
   "gate": lambda model: model.gated and _has_mlp(model),
   **dict.fromkeys(("up", "hidden"), lambda model: _has_mlp(model)),
 }

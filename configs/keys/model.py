@@ -5,6 +5,7 @@ from runtime.forms import MOST_LAYERS
 
 MOST_HEADS = 2**16  # or experts: refusals list how they can be divided
 ROTARY = "model.positions=rotary"
+DELTA = "model.mixer=gated_delta|kimi_delta"
 LATENT, GROUPED_QUERY = "model.attention=latent", "model.attention=grouped_query"
 
 # On resume: what follows from it is compared itself.
@@ -223,6 +224,23 @@ DECODER: Rows = {
     "of Mamba-2's output: after_gate, before_gate, or none (Falcon-H1)",
     choices=("after_gate", "before_gate", "none"),
     needs="model.mixer=mamba2",
+  ),
+  "mixer_norm_epsilon": Key(
+    0.0,
+    "of the norm of Gated DeltaNet's or Kimi Delta Attention's output; 0: norm_epsilon",
+    needs=DELTA,
+  ),
+  "mixer_pre_norms": Key(
+    False,
+    "layers with a mixer in place of attention have the norms of pre_norms alone, whatever the "
+    "others have (Olmo Hybrid)",
+    needs="model.post_norms",
+  ),
+  "mixer_negative_eigenvalues": Key(
+    False,
+    "keys write with strengths of up to 2, not 1, so that the state's eigenvalues reach from -1 to "
+    "1 (arXiv:2411.12537; Olmo Hybrid)",
+    needs=DELTA,
   ),
   "norm": Key("rms", "rms or layer", choices=("rms", "layer"), registry="norm"),
   "norm_epsilon": Key(1e-06, "added to the variance", above=0),

@@ -268,6 +268,13 @@ _OLMO_2 = {
   **{"query_key_norm": True, "query_key_norm_across_heads": True},
   **{"vocabulary_size": 100_352, "rotary_base": 500_000.0},
 }
+# Three of four layers with Gated DeltaNet, whose norms are before it; attention has no positions.
+_OLMO_HYBRID = {
+  **{**_OLMO_2, "rotary_base": 10_000.0, "mixer": "gated_delta", "mixer_pre_norms": True},
+  **{"mixer_heads": 30, "mixer_head_size": 96, "mixer_value_head_size": 192},
+  **{"mixer_negative_eigenvalues": True, "mixer_norm_epsilon": 1e-5},
+  "layer_types": (*("mixer",) * 3, "full_unrotated"),
+}
 _LFM_2 = {
   **{"norm_epsilon": 1e-5, "query_key_norm": True, "tied_embeddings": True, "rotary_base": 1e6},
   **{"vocabulary_size": 65_536, "mixer": "short_convolution", "convolution_size": 3},
@@ -478,6 +485,7 @@ PRESETS: dict[str, Preset] = {
   "olmo2_7b": _decoder(4096, (32, 4096, 11_008, 32, 32), _OLMO_2),
   "olmo2_13b": _decoder(4096, (40, 5120, 13_824, 40, 40), _OLMO_2),
   "olmo2_32b": _decoder(4096, (64, 5120, 27_648, 40, 8), _OLMO_2),
+  "olmo_hybrid_7b": _decoder(8192, (32, 3840, 11_008, 30, 30), _OLMO_HYBRID),
   "smollm2_135m": _decoder(2048, (30, 576, 1536, 9, 3), _SMOLLM_2),
   "smollm2_360m": _decoder(2048, (32, 960, 2560, 15, 5), _SMOLLM_2),
   "smollm2_1_7b": _decoder(2048, (24, 2048, 8192, 32, 32), _SMOLLM_2, rotary_base=130_000.0),

@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 
 from interop import hf_config, name_maps
-from interop.hf_families import FAMILIES
 from models import model_spec
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job
@@ -83,9 +82,10 @@ def read_with_numpy(name: str) -> dict[str, np.ndarray]:
   spec = model_spec(job.config)
   sizes = name_maps.sizes_of(spec)
   arrays = {n: np.zeros(x.shape) for n, x in named_leaves(job.state.params).items()}
-  model_type = described(name).model_type
-  rows = name_maps.rows_of(FAMILIES[model_type].names, stored)
-  for tensor_name, tensor in name_maps.tensors(spec, model_type, rows).items():
+  shapes = {n: x.shape for n, x in stored.items()}
+  matched, wrong = name_maps.match(shapes, spec, described(name).model_type)
+  assert not wrong, wrong
+  for tensor_name, tensor in matched.tensors.items():
     for part in tensor.parts:
       one = stored[tensor_name].astype(np.float64)
       one = one if part.matrix is None else one[part.matrix]

@@ -246,7 +246,8 @@ def test_what_no_family_has_is_named_when_it_is_written():
     *(("gpt2_124m", "gpt2"), ("mistral_7b", "mistral"), ("qwen2_5_7b", "qwen2")),
     *(("gemma2_9b", "gemma2"), ("lfm2_1_2b", "lfm2"), ("bamba_9b", "bamba")),
     *(("nemotron_h_8b", "nemotron_h"), ("kimi_linear_48b_a3b", "kimi_linear")),
-    *(("granite4_h_micro", "granitemoehybrid"), ("qwen3_next_80b_a3b", "qwen3_next")),
+    *(("olmo_hybrid_7b", "olmo_hybrid"), ("granite4_h_micro", "granitemoehybrid")),
+    ("qwen3_next_80b_a3b", "qwen3_next"),
   ],
 )
 def test_the_family_of_a_model_is_found_by_what_it_has(preset, model_type):

@@ -62,6 +62,21 @@ def test_the_decoder_of_a_folder_with_images(beginning):
   }
 
 
+def test_a_norm_of_olmo_hybrid_has_its_published_name_or_that_of_transformers():
+  shapes, layer = shapes_of("olmo_hybrid"), "model.layers.1."  # with attention
+  written, published = f"{layer}feedforward_layer_norm.weight", f"{layer}post_attention_layernorm"
+  assert f"{published}.weight" in name_maps.tensors(
+    model_spec(job_of("olmo_hybrid").config), "olmo_hybrid"
+  )
+  shapes[f"{published}.weight"] = shapes.pop(written)
+  found, wrong = matched("olmo_hybrid", shapes)
+  assert not wrong
+  assert found.tensors.keys() == shapes.keys()
+  assert matched("olmo_hybrid", {**shapes, written: (16,)})[1] == [
+    f"{written} is not known: no part of a model of type 'olmo_hybrid'"
+  ]
+
+
 def test_a_folder_may_leave_the_prefix_out():
   shapes = {name.removeprefix("transformer."): x for name, x in shapes_of("gpt2").items()}
   found, wrong = matched("gpt2", shapes)

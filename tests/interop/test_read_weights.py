@@ -82,7 +82,8 @@ def test_logits_are_those_of_transformers_and_tensors_come_back_to_the_bit(name)
 
 
 @pytest.mark.parametrize(
-  "name", ["llama4", "nemotron_h", pytest.param("ministral3", marks=pytest.mark.long)]
+  "name",
+  ["llama4", "nemotron_h", "olmo_hybrid", pytest.param("ministral3", marks=pytest.mark.long)],
 )
 def test_a_cache_and_a_packed_row_give_the_same_logits(name):
   job = job_of(name, **{"model.separate_documents": True})

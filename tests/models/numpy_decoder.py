@@ -68,7 +68,10 @@ def residual(config, weights, tokens_T, segments_T):
       for name, array in weights.items()
       if name.startswith(stack)
     }
-    normed_TD = norm(model, layer, "attention_norm", x_TD)
+    before, behind = model.pre_norms, model.post_norms
+    if mixes and model.mixer_pre_norms:
+      before, behind = True, False
+    normed_TD = norm(model, layer, "attention_norm", x_TD) if before else x_TD
     attend = latent_attention if model.attention == "latent" else attention
     attend = MIXERS[model.mixer] if mixes else attend
     of_layer = {"sees_all": sees_all, "length": config.data.sequence_length}
@@ -82,9 +85,9 @@ def residual(config, weights, tokens_T, segments_T):
         name.replace("mixer/", "attention/"): x for name, x in layer.items() if "mixer/" in name
       }
       read_TD = read_TD + MIXERS[model.mixer](model, beside, normed_TD, seen_TS, positions_T)
-    x_TD = x_TD + after(model, layer, "attention_post_norm", read_TD)
-    update_TD = mlp(model, layer, norm(model, layer, "mlp_norm", x_TD))
-    x_TD = x_TD + after(model, layer, "mlp_post_norm", update_TD)
+    x_TD = x_TD + (norm(model, layer, "attention_post_norm", read_TD) if behind else read_TD)
+    update_TD = mlp(model, layer, norm(model, layer, "mlp_norm", x_TD) if before else x_TD)
+    x_TD = x_TD + (norm(model, layer, "mlp_post_norm", update_TD) if behind else update_TD)
   return x_TD, seen_TS, positions_T
 
 
@@ -158,11 +161,6 @@ def rms_norm(model, x, scale, epsilon=None):
   epsilon = model.norm_epsilon if epsilon is None else epsilon
   scale = scale + 1 if model.norm_scale_from_one else scale
   return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * scale
-
-
-def after(model, weights, name, x):
-  """Returns what attention or MLP add, normalised where the family does that."""
-  return norm(model, weights, name, x) if model.post_norms else x
 
 
 def attention(model, weights, x_TD, seen_TS, positions_T, depth=1, **of_layer):
@@ -374,6 +372,7 @@ def gated_delta(model, layer, x_TD, seen_TS, positions_T, **_):
   log_decay_TA = -np.exp(layer["attention/log_factor"]) * np.log1p(np.exp(steps_TA))
   log_decay_TA[positions_T == 0] = -np.inf
   strength_TA = 1 / (1 + np.exp(-x_TD @ layer["attention/strength/kernel"]))
+  strength_TA = strength_TA * (2 if model.mixer_negative_eigenvalues else 1)
   heads, shared = v.shape[1], v.shape[1] // k.shape[1]
   state = np.zeros((k.shape[2], v.shape[2]))
   out = np.stack(
@@ -386,7 +385,8 @@ def gated_delta(model, layer, x_TD, seen_TS, positions_T, **_):
     ],
     axis=1,
   )
-  normed = out / np.sqrt((out * out).mean(-1, keepdims=True) + model.norm_epsilon)
+  epsilon = model.mixer_norm_epsilon or model.norm_epsilon
+  normed = out / np.sqrt((out * out).mean(-1, keepdims=True) + epsilon)
   gate = silu(np.tensordot(x_TD, layer["attention/gate/kernel"], 1))
   gated = normed * layer["attention/norm/scale"] * gate
   return np.tensordot(gated, layer["attention/out/kernel"], 2)

@@ -25,6 +25,7 @@ from tests.parity.mixers import (
   MAMBA,
   MESHES,
   OFTEN,
+  OLMO,
   QWEN,
 )
 from tests.parity.variants import MUON as LARGE_STEPS
@@ -156,7 +157,7 @@ def test_the_gradient_takes_linear_memory_and_does_not_call_lapack():
 
 
 HYBRIDS = {
-  "delta": DELTA,
+  "olmo": OLMO,
   "kimi": KIMI,
   "mamba": MAMBA,
   "lightning": LIGHTNING,

@@ -35,6 +35,11 @@ BESIDE = {
 KIMI = {**DELTA, "model.mixer": "kimi_delta", "model.mixer_heads": 8, "model.mixer_key_heads": 8}
 LIGHTNING = {**DELTA, "model.mixer": "lightning"}
 CONVOLUTION = {**TYPES, "model.mixer": "short_convolution", "model.convolution_size": 3}
+# As in Olmo Hybrid: norms before mixers, and after attention.
+OLMO = {
+  **{**DELTA, "model.pre_norms": False, "model.post_norms": True, "model.mixer_pre_norms": True},
+  **{"model.mixer_negative_eigenvalues": True, "model.mixer_norm_epsilon": 1e-2},
+}
 # As in Qwen3-Next: experts in all layers, gates of attention and of the shared expert.
 QWEN = {
   **DELTA,
@@ -76,7 +81,7 @@ MESHES["expert2"] = {"mesh.expert": 2, "mesh.context": 2, "mesh.fsdp": 2, **_RIN
 EACH = {
   "qwen": {**QWEN, "optimizer.learning_rate": 0.005},
   # Small steps: keys of unit length turn far in large ones, which multiplies rounding errors.
-  "delta": {**DELTA, "optimizer.learning_rate": 0.005},
+  "olmo": {**OLMO, "optimizer.learning_rate": 0.005},
   "kimi": {**KIMI, "optimizer.learning_rate": 0.005},
   "mamba": MAMBA,
   "lightning": LIGHTNING,

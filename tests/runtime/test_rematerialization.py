@@ -9,7 +9,8 @@ from runtime import rematerialization
 from runtime.rematerialization import NAMES, OFFLOAD, RECOMPUTE, SAVE, parse
 
 MODEL = {
-  **{"name": "transformer", "pre_norms": True, "gated": True, "attention": "grouped_query"},
+  **{"name": "transformer", "pre_norms": True, "mixer_pre_norms": False, "gated": True},
+  "attention": "grouped_query",
   **{
     "experts": 0,
     "shared_feedforward_size": 0,
