@@ -1,9 +1,13 @@
 r"""The cost of checkpoints: seconds blocked, bytes per second, time to a first step.
 
-  python -m benchmarks.checkpoint [--parts=start,disk] [--mebibytes=384] [--folder=DIR]
+  python -m benchmarks.checkpoint [--parts=start,memory,disk] [--mebibytes=384] [--folder=DIR]
 
 start: seconds from the command to the first step, of runs of main.py that restore a checkpoint and
 of runs from scratch, alternating. A run before them has filled the compilation cache.
+
+memory: the same state as below, sharded over four simulated devices, is saved to /dev/shm and to
+the disk in turns. What a save to memory blocks is told as a share of the whole save to the disk,
+each pair for itself, and beside it the bytes copied to an array that is there, by one thread.
 
 disk: the state of an AdamW run, float32, random, `mebibytes` in all, on one device. A save
 is timed from the call until it is committed; blocked is the part that the caller waits. `dd
@@ -19,9 +23,11 @@ printed separately: that is what a process sees.
 Restores are timed with verification of all files (checkpoint.verify=full) and without (off),
 alternating; the files are in the page cache.
 
-Exits with 1 if a save reaches less than half of dd's bytes per second.
+Exits with 1 if a save reaches less than half of dd's bytes per second, or if a save to memory
+blocks for more than 5 % of one to the disk.
 """
 
+import operator
 import os
 import pathlib
 import re
@@ -35,30 +41,35 @@ import time
 import jax
 import numpy as np
 from absl import app, flags, logging
+from etils import epath
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.timing import ratio, spread
+from processes.workdir_lease import Ownership
+from runtime import devices
 from training.checkpointing.checkpointer import Checkpointer
+from training.checkpointing.memory_tier import MemoryTier
 
-_PARTS = flags.DEFINE_list("parts", "start,disk", "Which parts.")
-_MEBIBYTES = flags.DEFINE_integer("mebibytes", 384, "disk: size of the state, MiB.", 1)
+_PARTS = flags.DEFINE_list("parts", "start,memory,disk", "Which parts.")
+_MEBIBYTES = flags.DEFINE_integer("mebibytes", 384, "memory, disk: size of the state, MiB.", 1)
 _FOLDER = flags.DEFINE_string("folder", "", "On the disk to be measured; a temporary one.")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-LEAST_RATIO = 0.5
+LEAST_RATIO, MOST_SHARE = 0.5, 0.05
 CONFIG, STARTS, REPEATS = "configs/dp4_tp2.py", 5, 9
-_LAYERS = 8
+_LAYERS, _DEVICES = 8, 4
 
 
 def main(argv):
   del argv
   logging.set_verbosity(logging.ERROR)  # Orbax warns of saves that are waited for, as they are here
-  parts = {"start": _start, "disk": _disk}
+  parts = {"start": _start, "memory": _memory, "disk": _disk}
   unknown = [part for part in _PARTS.value if part not in parts]
   if unknown:
     raise app.UsageError(f"--parts: {', '.join(unknown)}; there are {', '.join(parts)}")
   folder = pathlib.Path(tempfile.mkdtemp(dir=_FOLDER.value or None))
   try:
-    # In this order: `disk` starts JAX's backend here, which the runs would have to share.
+    # In this order: the others start JAX's backend here, which the runs would have to share.
     kept = [run(folder) for part, run in parts.items() if part in _PARTS.value]
   finally:
     shutil.rmtree(folder)
@@ -115,6 +126,44 @@ def _train(folder, workdir, *arguments):
 
 
 # ------------------------------ one large state ------------------------------
+
+
+def _memory(folder):
+  """Prints what a save to memory blocks, beside a save to the disk; returns whether it is short."""
+  devices.start({"data": _DEVICES}, simulate=True)
+  mesh = jax.make_mesh((_DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+  rows = NamedSharding(mesh, PartitionSpec("data"))
+  whole = NamedSharding(mesh, PartitionSpec())
+  state = _state(_MEBIBYTES.value)
+  state = jax.tree.map(lambda x: jax.device_put(x, rows if x.ndim else whole), state)
+  size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+  source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+  seconds = {"blocked by a save to memory": [], "save to the disk": [], "copied by NumPy": []}
+  workdir = epath.Path(folder / "workdir")
+  workdir.mkdir()
+  tier = MemoryTier("", workdir, say=lambda _: None)
+  tier.start_writing(Ownership(), state, resumed=False)
+  with Checkpointer(folder / "stored", keep=1) as checkpointer:
+    for repeat in range(REPEATS + 1):
+      tree = {**state, "step": state["step"] + np.int32(repeat)}
+      jax.block_until_ready(tree)
+      began = time.perf_counter()
+      checkpointer.save(repeat, tree, config={}, record={})
+      checkpointer.wait()
+      stored, began = time.perf_counter() - began, time.perf_counter()
+      np.copyto(target, source)
+      copied = time.perf_counter() - began
+      blocked = tier.save(repeat, tree, config={}, record={})
+      tier.finish()
+      for found, took in zip(seconds.values(), (blocked, stored, copied), strict=True):
+        found.extend([took] if repeat else [])  # the first save makes its files
+  tier.remove()
+  share = statistics.median(map(operator.truediv, *list(seconds.values())[:2]))
+  print(f"{size / 2**20:.1f} MiB on {_DEVICES} simulated devices, seconds")
+  for name, times in seconds.items():
+    print(f"  {name}: {spread(times, 3)}")
+  print(f"  blocked by a save to memory / save to the disk: {100 * share:.1f} %")
+  return share <= MOST_SHARE
 
 
 def _disk(folder):

@@ -90,7 +90,8 @@ class Start:
     """Begins to change the folders of its checkpoints; all processes call it; raises OSError."""
     self.checkpointer.start_writing()
     if self.memory is not None:
-      self.memory.start_writing(self.owner, self.saved_part(self.state))
+      resumed = self.step > self.stored  # a step that storage has not is one in memory
+      self.memory.start_writing(self.owner, self.saved_part(self.state), resumed=resumed)
 
   def is_evaluated(self) -> bool:
     """Returns whether the evaluation of the step is in metrics.jsonl; all processes call it.

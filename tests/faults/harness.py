@@ -90,6 +90,7 @@ class Run:
     launcher: bool = False,
     restarts: int = 0,
     replacements: int = 0,
+    options: Sequence[str] = (),
     slow: int | None = None,
     steps: int = STEPS,
     flags: Sequence[str] = (),
@@ -107,6 +108,7 @@ class Run:
       launcher: whether `processes.launch` starts them, and not this class.
       restarts: the launcher's.
       replacements: likewise.
+      options: more of the launcher's.
       slow: the process whose reading `stall` stops.
       steps: that the run makes.
       flags: more of them.
@@ -123,9 +125,9 @@ class Run:
     told = arguments(workdir, count=count, steps=steps, flags=flags, common=common)
     command = ["main.py", *told]
     if launcher:
-      options = {"processes": count, "restarts": restarts, "replacements": replacements}
-      before = ["-m", "processes.launch", *(f"--{name}={n}" for name, n in options.items())]
-      command = [*before, "--", sys.executable, *command]
+      counts = {"processes": count, "restarts": restarts, "replacements": replacements}
+      options = [*(f"--{name}={n}" for name, n in counts.items()), *options]
+      command = ["-m", "processes.launch", *options, "--", sys.executable, *command]
     self.port = free_port()
     self._outputs, self.popens = [], []
     self._texts: dict[pathlib.Path, tuple[int, str]] = {}  # as of the last look: size and text

@@ -122,7 +122,7 @@ def _all_killed(
       clean.saw_end(time.monotonic() - began, run.codes)
       return False
     attempt.seen.append(f"killed at: {run.last_line()}")
-    _kill_all(run)
+    kill_all(run)
   if again:
     assert any(_killed_in_restore(attempt, workdir, settings) for _ in range(DRAWS)), "too late"
   with Run(workdir, **settings) as run:
@@ -139,11 +139,11 @@ def _killed_in_restore(attempt: Attempt, workdir: pathlib.Path, settings: dict[s
   with Opening(states) as opening, Run(workdir, **settings) as run:
     run.wait_until(opening.seen, "a file of the checkpoint is opened")
     time.sleep(attempt.chance.uniform(0, 0.1))
-    _kill_all(run)
+    kill_all(run)
     return "resumes from the checkpoint" not in run.text()
 
 
-def _kill_all(run: Run) -> None:
+def kill_all(run: Run) -> None:
   """Kills the launcher, where there is one, and all processes; checks that nobody is left."""
   run.meet()
   for pid in {*(popen.pid for popen in run.popens), *run.pids()}:

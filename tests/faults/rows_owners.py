@@ -75,7 +75,8 @@ def _newest_step(run: Run) -> int:
 def _refused(attempt: Attempt, first: Run, second: Run) -> tuple[Run, Run]:
   """Waits until one of two is refused, by the name of the other; returns the other and it."""
   began = time.monotonic()
-  assert first.until(second.poll), "none of the two is refused"
+  first.until(second.poll)  # or until the first has ended: of two at once either is refused
+  assert first.poll() or second.poll(), "none of the two is refused"
   owner, other = (first, second) if second.poll() else (second, first)
   assert refused(other.end()), other.codes
   attempt.seen.append(f"refused after {time.monotonic() - began:.0f} s")

@@ -12,7 +12,7 @@ How a run uses it, and a restart of part of its processes may; all processes mak
   tier = MemoryTier(local_dir, workdir, together=..., say=...)
   found = tier.newest(abstract_of, after=10)     # None, or an InMemory: .step, .config, .record
   tree = tier.restore(found)                     # a tree like `abstract_of(record)`, of arrays
-  tier.start_writing(owner, tree)
+  tier.start_writing(owner, tree, resumed=found is not None)
   tier.save(step, tree, config=..., record=...)  # after a step; the tree may then be donated
   tier.roll_back(step)                           # removes newer steps
   tier.finish()                                  # waits for the background
@@ -257,7 +257,7 @@ class MemoryTier:
     if self._together.first and (workdir / RUN_ID).exists():
       run = files.read_text(workdir / RUN_ID, most_bytes=64)
     self._run = self._together.from_first(run if run.isalnum() else secrets.token_hex(8))
-    self._folder = CopyFolder(local_dir, self._run, self._me)
+    self._local_dir, self._folder = local_dir, CopyFolder(local_dir, self._run, self._me)
     names = self._together.exchange(socket.gethostname())
     self._hosts = [names.index(name) for name in names]
     self._layout: Layout | None = None
@@ -371,12 +371,15 @@ class MemoryTier:
 
   # ------------------------------ writing ------------------------------
 
-  def start_writing(self, owner: Ownership, tree: Any) -> None:
+  def start_writing(self, owner: Ownership, tree: Any, *, resumed: bool) -> None:
     """Makes the folder on this host, and removes those of other runs whose workdir is gone.
 
     Args:
       owner: of the workdir, whose number the copies carry.
       tree: what will be saved, as it is now.
+      resumed: whether it is a step of the copies. If not, the run makes later steps again, perhaps
+        on another mesh: it gets another folder, so that no start takes copies of them, wherever
+        they are.
 
     Raises:
       OSError: the workdir cannot be written.
@@ -384,7 +387,10 @@ class MemoryTier:
     self._owner = owner
     self._layout = Layout(jax.tree.map(_abstract, tree), self._hosts)
     peer = self._layout.peer_of(self._me)
-    if self._together.first and not (self._workdir / RUN_ID).exists():
+    if not resumed:
+      self._run = self._together.from_first(secrets.token_hex(8))
+      self._folder = CopyFolder(self._local_dir, self._run, self._me)
+    if self._together.first and not resumed:
       files.replace(self._workdir / RUN_ID, self._run, require=self._owner.require)
     self._together.exchange("")  # the others may remove folders whose workdir has no such file
     with contextlib.suppress(OSError):  # the first save says it

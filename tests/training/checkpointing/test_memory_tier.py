@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import os
 import pathlib
+import shutil
 import types
 
 import jax
@@ -38,9 +39,11 @@ def tier(tmp_path, said):
   workdir.mkdir()
   made = []
 
-  def start(number: int = 1) -> MemoryTier:
+  def start(number: int = 1, *, resumed: bool | None = None) -> MemoryTier:
     found = MemoryTier(str(tmp_path / "memory"), workdir, say=said.append)
-    found.start_writing(Ownership(number=number), counting_tree(0))
+    if resumed is None:
+      resumed = (workdir / memory_copies.RUN_ID).exists()
+    found.start_writing(Ownership(number=number), counting_tree(0), resumed=resumed)
     made.append(found)
     return found
 
@@ -89,6 +92,18 @@ def test_of_two_owners_the_later_ones_steps_count_even_if_they_are_older(tier):
   save(tier(1), 8, 9)
   save(tier(2), 5)
   assert restored(tier(3)) == 5
+
+
+def test_a_start_that_has_not_resumed_from_them_leaves_no_copies_to_later_ones(tier, tmp_path):
+  save(tier(1), 8, 9)
+  [old] = (tmp_path / "memory").glob("*/*")
+  kept = shutil.copytree(old, tmp_path / "on a host that was away")
+  second = tier(2, resumed=False)  # from storage, as another mesh does
+  assert not old.exists()
+  shutil.move(kept, old)
+  assert restored(tier(3)) is None
+  save(second, 5)
+  assert restored(tier(4)) == 5
 
 
 def flipped(path: pathlib.Path, place: int) -> None:
