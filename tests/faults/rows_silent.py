@@ -9,6 +9,8 @@ import re
 import signal
 import time
 
+import numpy as np
+
 from tests.faults import memory, moments, same
 from tests.faults.frame import Attempt, row
 from tests.faults.harness import QUICK, Run, saved, story
@@ -124,13 +126,13 @@ class Resting:
     array: as it was saved last.
   """
 
-  def __init__(self, run: Run, whom: int, leaf: str):
-    """Stops the reading of a process, and finds the array in it and in another one."""
+  def __init__(self, run: Run, whom: int, leaf: str, part: tuple[slice, ...] = ()):
+    """Stops the reading of a process, and finds the array, or a part, in it and in another one."""
     self._run, pids = run, run.pids()
     self._pid, self._other = pids[whom], pids[whom - 1]
     self._rest()
     folder = run.workdir / "checkpoints" / str(saved(run.workdir)[-1])
-    self.array = memory.saved_array(folder, f"params.{leaf}")
+    self.array = np.ascontiguousarray(memory.saved_array(folder, f"params.{leaf}")[part])
     self._places = {pid: memory.copies(pid, self.array) for pid in (self._pid, self._other)}
 
   def flip(self, element: int, bit: int, chance: random.Random) -> int | None:
@@ -151,7 +153,8 @@ class Resting:
     # What a step keeps for itself alone is written anew in the next.
     with contextlib.suppress(OSError):  # it has ended
       elsewhere = [memory.read(self._other, p + 4 * element, 4) for p in self._places[self._other]]
-      if memory.read(self._pid, address, 4) in elsewhere:
+      now, one = memory.read(self._pid, address, 4), self.array.reshape(-1)[element : element + 1]
+      if now in elsewhere or (not elsewhere and memory.near(now, one)):
         return None
     return flipped
 
@@ -175,6 +178,49 @@ class Resting:
       time.sleep(0.05)
       if done(self._run) != step:
         step, since = done(self._run), time.monotonic()
+
+
+# Parameters of which each of two processes holds a half -> the dim that is sharded.
+HALVES = {"layers.mlp.up.kernel": 1, "layers.mlp.down.kernel": 2}
+
+
+@row(
+  40,
+  fault="training.check_memory, fsdp=2: a bit of a parameter flipped between two steps, in the "
+  "only process that holds it",
+  passes="found by the next update: exit 1 on both, the array and its device named, nothing saved; "
+  "Same after a restart",
+  trials=10,
+  seconds=45,
+  note="The largest element, and bits that change it by an eighth or more: a copy that the run no "
+  "longer uses is known by its value.",
+)
+def flipped_in_the_only_copy(attempt: Attempt) -> None:
+  """Flips a bit of a shard in the memory of the process that holds it."""
+  chance, flags = attempt.chance, (*FLIP, *same.SPLIT, "--config.training.check_memory=True")
+  whom, bit = chance.randrange(2), chance.randrange(20, 30)
+  leaf, dim = chance.choice([*HALVES.items()])
+  attempt.does = f"bit {bit} of {leaf}, process {whom} of 2"
+  settings = {"steps": FLIP_STEPS, "flags": flags}
+  with Run(attempt.workdir, slow=whom, **settings) as run:
+    run.wait_for(f"step {SAVE_EVERY + 1 + chance.randrange(FLIP_STEPS // 2)}/")
+    half = slice(16 * whom, 16 * (whom + 1))
+    resting = Resting(run, whom, leaf, (slice(None),) * dim + (half,))
+    element = int(np.abs(resting.array).argmax())
+    tries = (resting.flip(element, bit, chance) for _ in range(DRAWS))
+    flipped = next((step for step in tries if step is not None), None)
+    assert flipped is not None, f"no copy is found in process {whom}"
+    run.stalled.unlink(missing_ok=True)
+    codes, text = run.end(), run.text()
+  attempt.seen.append(f"flipped after step {flipped}")
+  assert codes == [1, 1], codes
+  wanted = (
+    f"step {flipped}: bits of its state have changed in memory before step {flipped + 1} took"
+  )
+  assert wanted in text, text
+  assert re.search(rf"^  {leaf.replace('.', '/')}: device \d+", text, re.MULTILINE), text
+  assert max(saved(attempt.workdir)) <= flipped
+  attempt.ends_as(attempt.clean(2, flags, steps=FLIP_STEPS), **settings)
 
 
 def _clean(attempt: Attempt, never: str, *flags: str) -> None:
