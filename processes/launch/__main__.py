@@ -120,6 +120,7 @@ class Process:
     code: None while it runs, then as in Popen: negative for a signal.
     pressed: the last signal that the launcher sent to end it.
     pipes: how many of its outputs are open.
+    ready: of a spare: it has done what it can before it takes a place.
     last_lines: of both outputs, as they came.
   """
 
@@ -128,6 +129,7 @@ class Process:
   code: int | None = None
   pressed: signal.Signals | None = None
   pipes: int = 2
+  ready: bool = False
   last_lines: collections.deque[bytes] = dataclasses.field(
     default_factory=lambda: collections.deque(maxlen=LAST_LINES)
   )
@@ -343,14 +345,20 @@ class Attempt:
     with contextlib.suppress(OSError):  # nothing is said; or there is no memory for a spare
       said, left = os.read(self._asks, select.PIPE_BUF), self._options.replacements - self._replaced
       if READY in said and self._spare:
+        self._spare.ready = True
         self._log.say(f"pid {self._spare.popen.pid} is ready to take the place of one that dies")
       if WANTED in said and left and not (self._spare or self._first or asked):
         self._spare = self._begin(None)
 
   def _successor(self, index: int) -> Process:
-    """Returns a process that takes the place of a dead one: the spare, or a new one."""
+    """Returns a process that takes the place of a dead one: the spare, or a new one.
+
+    A spare that is not ready is none: on a busy machine its low priority may never let it be.
+    """
     spare, self._spare = self._spare, None
-    if spare:
+    if spare and not spare.ready:
+      reaper.kill_session(spare.popen.pid)
+    elif spare:
       with contextlib.suppress(BrokenPipeError), spare.popen.stdin as pipe:
         pipe.write(b"%d\n" % index)
         spare.index = index
