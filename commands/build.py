@@ -61,8 +61,20 @@ def job(config: ConfigDict, its_devices: devices.Devices) -> setup.Job:
   Raises:
     ValueError: keys that do not go together, or a layout that is refused.
   """
+  given, (config, choices) = copy.deepcopy(config), finalized(config, its_devices)
+  return dataclasses.replace(setup.prepare(config, its_devices, choices), given=given)
+
+
+def finalized(
+  config: ConfigDict, its_devices: devices.Devices
+) -> tuple[ConfigDict, tuple[finalize.Choice, ...]]:
+  """Returns a config for its devices, checked, and what was chosen; sets up JAX for it.
+
+  Raises:
+    ValueError: keys that do not go together.
+  """
   platform, capability = its_devices.platform, devices.compute_capability(its_devices)
-  given, sizes = copy.deepcopy(config), its_devices.sizes
+  sizes = its_devices.sizes
   if config.training.elastic:  # the config is that of the whole mesh
     sizes = mesh_sizes.resolve_sizes(config.mesh, None, config.mesh_dcn)
   config, choices = finalize.with_choices(config, platform, sizes, capability)
@@ -72,4 +84,4 @@ def job(config: ConfigDict, its_devices: devices.Devices) -> setup.Job:
     jax.config.update("jax_enable_x64", True)
   if config.compilation_cache_dir:
     compilation_cache.use(config.compilation_cache_dir)
-  return dataclasses.replace(setup.prepare(config, its_devices, choices), given=given)
+  return config, choices

@@ -78,6 +78,11 @@ TRAIN_TOKENIZER = _of(
   "prepare",
   _number("train_tokenizer", None, "Train a byte-level BPE of so many tokens on data.files first."),
 )
+TEACHER = _of(
+  "prepare",
+  _text("teacher", None, "DIR[/STEP] or a model folder: store its likeliest tokens for the rows."),
+)
+TEACHER_TOP = _of("prepare", _number("teacher_top", 32, "Tokens of each position."))
 CHECKPOINT = _of("evaluate sample export", _text("checkpoint", None, "DIR[/STEP] to read."))
 TASKS = _of(
   "evaluate",
@@ -89,8 +94,13 @@ MERGE = _of(
   _bool("merge", False, "Add LoRA's adapters to the kernels, instead of writing them alone."),
 )
 DTYPE = _of(
-  "export",
-  _text("dtype", None, "Of the weights; that of the model they came from, or the parameters'."),
+  "export prepare",
+  _text(
+    "dtype",
+    None,
+    "Of the weights; that of the model they came from, or the parameters'. prepare: of a teacher's "
+    "log-probabilities, float16 or float32.",
+  ),
 )
 HTML = _of("layout report check", _text("html", None, "The file for the page."))
 AGAINST = _of("layout compare", config_flag.ConfigFlag(_text("against", None, "The other config.")))

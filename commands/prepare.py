@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from commands import flags
+from configs.keys import table
 from configs.schema import finalize, validate
 from input_pipeline import catalog
 from input_pipeline.ramp import Ramp
@@ -29,6 +30,8 @@ _EXAMPLES = 2  # conversations that are printed
 
 def run() -> int:
   """Prepares both splits and prints what they hold; returns the exit code."""
+  if flags.TEACHER.value is not None:  # which is checked first
+    flags.CONFIG.value.distillation.teacher = flags.TEACHER.value
   with files.listed_once():
     config, train, validation = _prepare(flags.CONFIG.value)
   say(f"train: {train.name}, {len(train):,} rows")
@@ -38,7 +41,38 @@ def run() -> int:
     _show_conversations(splits.read_as(config.data, config.task))
   if train.tokenizer:
     say(f"tokenizer: {train.tokenizer}, {train.ids:,} tokens")
+  if flags.TEACHER.value is not None:
+    _store_teacher(flags.CONFIG.value, flags.TEACHER.value)
   return exit_codes.DONE
+
+
+def _store_teacher(given: ConfigDict, location: str) -> None:
+  """Stores the likeliest tokens of a teacher for the rows that are trained on."""
+  from commands import build  # needs devices, as no other data do
+  from configs.schema import teachers
+  from training import base_parameters, setup, teacher_rows
+
+  [its_devices] = build.start_devices(given)
+  config, _ = build.finalized(given, its_devices)
+  if config.distillation.top:
+    raise ValueError(f"--teacher={location} is stored itself; name the run or the model folder")
+  model, temperature = teachers.of_teacher(config), config.distillation.temperature
+  with config.unlocked(), model.unlocked():
+    for one in (config, model):
+      one.distillation = table.section("distillation")
+  job, source = setup.prepare(model, its_devices), splits.training_batches(config).source
+  _, params, variables = base_parameters.model_state(job, location)
+  with preparing(f"what {location} predicts") as waiting:
+    stored = teacher_rows.stored(
+      *(job, params, variables, source, config.data),
+      location=location,
+      top=flags.TEACHER_TOP.value,
+      temperature=temperature,
+      dtype=flags.DTYPE.value or teacher_rows.DTYPES[0],
+      tick=waiting.tick,
+    )
+  say(f"teacher: {location}, {teacher_rows.size_text(stored)}; train with it:")
+  say(f"distillation.teacher={stored.folder} distillation.temperature={temperature:g}")
 
 
 def _prepare(config: ConfigDict) -> tuple[ConfigDict, Source, Source]:

@@ -41,7 +41,8 @@ VERBS = {
   "prepare": Verb(
     "prepare the data that train would; needs no devices",
     "Text is tokenized once. Prints tokens, rows, padding and epochs. --train_tokenizer=N trains a "
-    "byte-level BPE of N tokens on data.files first.",
+    "byte-level BPE of N tokens on data.files first. --teacher=DIR runs a model over the rows, on "
+    "the config's devices, and stores its likeliest tokens for distillation.teacher.",
     ("prepare configs/dp4_tp2:model=lm,data=text data.files=my/*.txt",),
     alone=True,
     jax=False,

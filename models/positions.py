@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from models.losses import Batch
-from models.spec import DecoderSpec
+from models.spec import STORED_TEACHER, DecoderSpec
 from partitioning.constraints import constrain
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel.split_sequence import RING, devices_along
@@ -423,7 +423,8 @@ def in_order(batch: Batch, way: str, *, documents: bool) -> Batch:
     return batch
   from partitioning.parallel import ring_attention
 
-  return {name: ring_attention.in_order(x_BT, order_T, "BT") for name, x_BT in batch.items()}
+  letters = {name: STORED_TEACHER.get(name, ("BT",))[0] for name in batch}
+  return {name: ring_attention.in_order(x, order_T, letters[name]) for name, x in batch.items()}
 
 
 def rows_of(batch: Batch, way: str, pattern: LayerPattern) -> Rows:

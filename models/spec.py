@@ -96,6 +96,9 @@ class GrpoSpec:
 
 
 TEACHER = "teacher"  # what the names of a distilled model's frozen teacher begin with
+# What a batch has of a teacher that is not in memory, letters and dtype: the ids of its K likeliest
+# tokens and -1, and their log-probabilities at the temperature, that of all others together last.
+STORED_TEACHER = {"teacher_tokens": ("BTt", "int32"), "teacher_log_p": ("BTt", "float32")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +108,7 @@ class Distillation:
   weight: float
   temperature: float
   divergence: str
+  top: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -442,6 +446,7 @@ class DecoderSpec(LayersSpec):
       "M": Dim("expert_feedforward", experts and self.expert_feedforward_size),
       "W": Dim("shared_feedforward", self.shared_feedforward_size),
       **({"d": Dim("model", self.teacher.model_size)} if self.teacher else {}),
+      "t": Dim("teacher_classes", self.distillation.top and self.distillation.top + 1),
     }
 
   def multiplier(self, layer: str) -> float:

@@ -363,7 +363,8 @@ class Transformer(nnx.Module):
     """Returns the sums of the losses of the tokens, of the residual after the last layer."""
     targets_BT, weights_BT = batch["targets"], batch["weights"]
     metrics = self.spec.evaluation_metrics if key is None else self.spec.training_metrics
-    taught = self.spec.teacher and key is not None  # an evaluation's loss is the cross-entropy
+    # An evaluation's loss is the cross-entropy.
+    taught = (self.spec.teacher or self.spec.distillation.top) and key is not None
     whole = metrics or (self.spec.loss_chunks == 1 and not taught)
     logits_BTV = self.head(x_BRD) if whole else None
     own = self._measured(metrics, logits_BTV, batch) if metrics else {}

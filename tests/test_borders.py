@@ -38,6 +38,7 @@ OPTIONAL = {
   *("models.grpo", "configs.schema.grpo_checks", "input_pipeline.text.prompts"),
   *("models.adapters", "models.quantized", "training.quantized_base"),
   *("models.distillation", "configs.schema.teachers", "configs.schema.expert_checks"),
+  "training.teacher_rows",
   *("partitioning.torus", "processes.bucket_claims"),
   "models.latent_attention",
   "partitioning.parallel.expert_exchange",

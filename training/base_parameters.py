@@ -50,7 +50,7 @@ class Base:
   Attributes:
     folder: of checkpoints, or of a model.
     step: of the checkpoint; None if the folder has no steps.
-    dtype: in which the run holds them.
+    dtype: in which the run holds them; of a teacher that is not in memory, what is stored of it.
     digest: of their content in this dtype, see `digest`.
   """
 
@@ -73,6 +73,11 @@ class Base:
   def record(self, key: str = BASE) -> dict[str, Any]:
     """Returns its part of a checkpoint's record."""
     return {key: dataclasses.asdict(self)}
+
+  @property
+  def stored(self) -> bool:
+    """Returns whether it is a teacher that is not in memory (`training.teacher_rows`)."""
+    return " " in self.dtype
 
   @property
   def location(self) -> str:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
   from training.checkpointing.memory_tier import InMemory, MemoryTier
 
 with epy.lazy_imports():  # of runs that resume, save to memory, or have parameters elsewhere
-  from training import base_parameters, run_record
+  from training import base_parameters, run_record, teacher_rows
   from training.checkpointing import memory_tier, reading, resume_policy
 
 
@@ -401,16 +401,20 @@ class RunCheckpoints:
     Raises:
       ValueError: there is no such model, or it is another one than the run has begun with.
     """
-    where = self.job.config.distillation.teacher
+    where, top = (self.job.config.distillation[key] for key in ("teacher", "top"))
     known = base_parameters.Base.of(record, TEACHER) if record else None
-    if record and bool(where) != (known is not None):
+    other = known is not None and known.stored != bool(top)
+    if record and (bool(where) != (known is not None) or other):
       begun = f"with the teacher {known.location}" if known else "without a teacher"
+      begun += f" ({known.dtype})" if other else ""
       raise ValueError(
         f"distillation.teacher={where!r}: {self.workdir} has been trained {begun}; set it back, or "
         f"start a new run with another --workdir and checkpoint.initialize_from={self.workdir}"
       )
     if not where:
       return {}, {}
+    if top:
+      return {}, teacher_rows.require_same(where, known, self.workdir)
     branch, found = self.reader.teacher(known, str(self.workdir))
     return branch, found.record(TEACHER)
 

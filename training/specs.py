@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from input_pipeline.ramp import Ramp, Shape
 from models import model_spec
-from models.spec import ModelSpec
+from models.spec import STORED_TEACHER, ModelSpec
 from partitioning.rules import Legend
 from partitioning.verdict import TABLES
 from training.optimizers.spec import OptimizerSpec
@@ -78,13 +78,19 @@ class StepSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSpec:
-  """The arrays of a run's batches; the fields are keys of the config."""
+  """The arrays of a run's batches; the fields are keys of the config, but `stored_teacher`."""
 
   task: str
   global_batch_size: int
   sequence_length: int
   steps: int
   ramp: Ramp
+  stored_teacher: bool = False
+
+  @property
+  def _arrays(self) -> dict[str, tuple[str, str]]:
+    """Returns array -> the letters of its dims, and its dtype."""
+    return {**TASKS[self.task].batch, **(STORED_TEACHER if self.stored_teacher else {})}
 
   def abstract(self, legend: Legend, shape: Shape | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes and dtypes of a global batch, without opening the data set.
@@ -102,13 +108,13 @@ class BatchSpec:
         tuple(differing.get(letter) or legend[letter].size for letter in letters),
         jax.dtypes.canonicalize_dtype(dtype),
       )
-      for name, (letters, dtype) in TASKS[self.task].batch.items()
+      for name, (letters, dtype) in self._arrays.items()
     }
 
   @property
   def letters(self) -> dict[str, str]:
     """Returns array -> the letters of its dims."""
-    return {name: letters for name, (letters, _) in TASKS[self.task].batch.items()}
+    return {name: letters for name, (letters, _) in self._arrays.items()}
 
   def stages(self) -> Iterator[tuple[str, Shape]]:
     """Yields `steps 1 to 100: 32 rows of 64 tokens` and the shape of each stage of the ramps."""
@@ -172,6 +178,7 @@ def resolve(config: ConfigDict) -> Resolved:
       sequence_length=data.sequence_length,
       steps=training.steps,
       ramp=Ramp.of(data),
+      stored_teacher=config.distillation.top > 0,
     ),
     layout={
       "tables": {title: tables[title] for title in TABLES},

@@ -23,7 +23,7 @@ from training.tasks import GRPO, TASKS
 with epy.lazy_imports():  # `prepare` has no job; few data are files or mixtures
   from input_pipeline import mixture
   from input_pipeline.text import files
-  from training import evaluation, setup, specs
+  from training import evaluation, setup, specs, teacher_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +94,9 @@ def _open(config: ConfigDict, split: str, shared: Sharing | None) -> Source:
     source = open_source(data, split, config.seed, shared, waiting.tick)
     if TASKS[config.task].of_tokens and "vocabulary_size" in config.model:
       check_ids(source, config.model.vocabulary_size)
+  if config.distillation.top:  # whose evaluation is of the model alone
+    attach = teacher_rows.attached if split == config.data.train_split else teacher_rows.unattached
+    source = attach(source, config.distillation.teacher)
   return source
 
 

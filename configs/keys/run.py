@@ -106,6 +106,11 @@ _OF_TEACHER: Rows = {
     "The teacher's model, as (key, value) of its section `model`: read from its folder",
     resume=MAY_CHANGE,
   ),
+  "top": Key(
+    0,
+    "of a teacher that is stored, the tokens of each position: read from its folder; 0: in memory",
+    resume=MAY_CHANGE,
+  ),
   "weight": Key(0.5, "w: the loss is (1 - w) data + w temperature**2 divergence", resume=ACCEPT),
   "temperature": Key(1.0, "divides the logits of both", above=0, resume=ACCEPT),
   "divergence": Key(
@@ -120,7 +125,8 @@ _OF_TEACHER: Rows = {
 DISTILLATION: Rows = {
   "teacher": Key(
     "",
-    'A frozen model that the run learns from too: DIR[/STEP] of a run, or a model folder; "": none',
+    "A frozen model that the run learns from too: DIR[/STEP] of a run, a model folder, or the "
+    'folder of `prepare --teacher=`; "": none',
     resume=MAY_CHANGE,
     readers=("decoder", "tokens", "plain"),
     excludes={

@@ -61,6 +61,7 @@ _TRANSFORMER: dict[str, tuple[Axes, Axes]] = {
   "experts": (("expert",), ("expert",)),
   "router_experts": ((), ()),
   "experts_per_token": (None, ()),
+  "teacher_classes": (None, ()),
   "expert_feedforward": (("tensor",), ("tensor",)),
   "shared_feedforward": (("tensor",), ("tensor",)),
 }

@@ -11,10 +11,10 @@ from configs import base
 from configs.keys import table
 from input_pipeline.text import tokenizer
 from interop import hf_folder
-from training import run_tokenizer
+from training import run_tokenizer, teacher_rows
 from training.checkpointing import integrity, reading
 
-KEY = "distillation.teacher"
+KEY = teacher_rows.KEY
 _TASKS = ("causal_lm", "dpo")
 
 
@@ -29,6 +29,10 @@ def finalize_teacher(config: ConfigDict, finalize: Callable[[ConfigDict], Config
     ValueError: no model is there, or its tokens are others than those of the run.
   """
   location, keys = config.distillation.teacher, config.distillation
+  keys.top = 0
+  if teacher_rows.is_stored(location):
+    _finalize_stored(config, location)
+    return
   if hf_folder.is_model(location):
     model, its_tokenizer = _of_folder(config, finalize)
   else:
@@ -49,6 +53,28 @@ def finalize_teacher(config: ConfigDict, finalize: Callable[[ConfigDict], Config
   if model["positions"] != "learned":  # it reads rows of any length
     model = {**model, "max_positions": config.data.sequence_length}
   keys.model = tuple(sorted((key, _tuples(value)) for key, value in model.items()))
+
+
+def _finalize_stored(config: ConfigDict, location: str) -> None:
+  """Fills in what is stored of a teacher; raises ValueError for what it cannot be used with."""
+  keys, known = config.distillation, teacher_rows.about(location)
+  pairs = {
+    "model.vocabulary_size": (config.model.vocabulary_size, known.vocabulary_size),
+    "model.separate_documents": (config.model.separate_documents, known.separate_documents),
+    "distillation.temperature": (keys.temperature, known.temperature),
+  }
+  wrong = [f"{key}={ours} here, and {theirs} there" for key, (ours, theirs) in pairs.items()]
+  wrong = [line for line, pair in zip(wrong, pairs.values(), strict=True) if pair[0] != pair[1]]
+  if keys.divergence != "forward":
+    wrong.append(
+      f"distillation.divergence={keys.divergence} averages over what the model may say, and of "
+      f"all but the teacher's {known.top} likeliest tokens only the sum is stored"
+    )
+  if config.data.sequence_length_ramp:
+    wrong.append("data.sequence_length_ramp cuts rows that the teacher has read as a whole")
+  if wrong:
+    raise ValueError(f"{KEY}={location}, stored of {known.teacher}: {'; '.join(wrong)}")
+  keys.model, keys.top = (), known.top
 
 
 def _digest(location: str) -> str:
@@ -94,6 +120,18 @@ def _tuples(value: Any) -> Any:
   return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
+def of_teacher(config: ConfigDict) -> ConfigDict:
+  """Returns a run's finalized config with its teacher as the model, which is not trained."""
+  described = copy.deepcopy(config)
+  with described.unlocked():
+    described.model = ConfigDict(dict(config.distillation.model))
+    for key in ("separate_documents", "context_attention"):
+      described.model[key] = config.model[key]
+    described.lora.rank, described.evaluation.ema_decay = 0, 0.0
+    described.training.update(scan_unroll=1, rematerialization="none", matmul_dtype="compute")
+  return described
+
+
 def teacher_errors(
   config: ConfigDict, checks: Sequence[Callable[..., Iterator[str]]], sizes: Mapping[str, int]
 ) -> Iterator[str]:
@@ -104,13 +142,7 @@ def teacher_errors(
     checks: of a model, as `validate.OF_MODELS` has them.
     sizes: mesh axis -> size.
   """
-  described = copy.deepcopy(config)
-  with described.unlocked():
-    described.model = ConfigDict(dict(config.distillation.model))
-    for key in ("separate_documents", "context_attention"):
-      described.model[key] = config.model[key]
-    described.lora.rank = 0
-    described.training.update(scan_unroll=1, rematerialization="none", matmul_dtype="compute")
+  described = of_teacher(config)
   for check in checks:
     lines = table.with_sections(check, described, sizes=sizes)
     yield from (f"{KEY}={config.distillation.teacher}: {line}" for line in lines)

@@ -42,7 +42,11 @@ class Head:
 
 
 def chunked_logits(
-  heads: Sequence[Head], targets: jax.Array, reduction: Any, chunks: int
+  heads: Sequence[Head],
+  targets: jax.Array,
+  reduction: Any,
+  chunks: int,
+  more: Sequence[tuple[str, jax.Array]] = (),
 ) -> list[jax.Array]:
   """Computes the logits of one chunk of the vocabulary at a time, reduced to numbers per token.
 
@@ -57,6 +61,8 @@ def chunked_logits(
     targets: of the tokens; within a device as long as x after its all-gather.
     reduction: of the heads' logits, a chunk at a time: `models.losses.TokenNumbers`.
     chunks: their number; divides the part of the vocabulary that a device has.
+    more: letters and array of what else the reduction takes of each token: it is then given a tuple
+      of the targets and of these.
 
   Returns:
     `reduction.results` arrays (batch, sequence), inside a block.
@@ -70,8 +76,9 @@ def chunked_logits(
   classes, (layout, _) = split_over(vocabulary), automatic_layout()
 
   def numbers(manual: bool, *arrays: Any) -> list[jax.Array]:
-    *operands, targets = arrays
+    operands, (targets, *others) = arrays[: 2 * len(heads)], arrays[2 * len(heads) :]
     xs, stored = operands[::2], operands[1::2]
+    of_tokens = (targets, *others) if others else targets
     if manual and sequence:
       xs = [collectives.all_gather(x, sequence, SEQUENCE_DIM) for x in xs]
     # Whether a chunk's rows of a kernel are on all devices.
@@ -90,10 +97,10 @@ def chunked_logits(
         x = wide_xs[place].astype(xs[place].dtype)
         one = contracted(heads[place].residual.inside, x, insides[place], kernel)
         logits.append(collectives.total(one, widths[place]) if manual else one)
-      return reduction.add(found, logits, targets, own + number * part)
+      return reduction.add(found, logits, of_tokens, own + number * part)
 
     record(output, shape, layout)  # of all chunks: `constrain` takes no part of a dim
-    start = reduction.start(targets, wide)
+    start = reduction.start(of_tokens, wide)
     if not manual:
       start = jax.tree.map(lambda one: constrain(one, residual.tokens), start)
     # Cast back in each chunk, so that the scan adds up the gradients of x in the wide dtype.
@@ -113,7 +120,7 @@ def chunked_logits(
       found, _ = jax.lax.scan(
         lambda found, inputs: (again(found, wide_xs, *inputs), None), start, of_chunks
       )
-    return list(reduction.finish(found, targets, classes if manual else ()))
+    return list(reduction.finish(found, of_tokens, classes if manual else ()))
 
   operands = []
   for one, inside in zip(heads, insides, strict=True):
@@ -121,7 +128,7 @@ def chunked_logits(
     operands.append(Operand(one.letters, one.kernel, inside, kernel=True, stored=True))
   return sharded(
     numbers,
-    [*operands, Operand(residual.tokens, targets)],
+    [*operands, Operand(residual.tokens, targets), *(Operand(*one) for one in more)],
     [residual.tokens] * reduction.results,
     residual=residual,
     dtype=x.dtype,

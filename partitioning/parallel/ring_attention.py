@@ -56,7 +56,7 @@ def in_order(x_BT: jax.Array, order_T: np.ndarray, letters: str) -> jax.Array:
   gathers along a dim that an automatic axis splits (spmd_partitioner_util.cc:497, jax 0.10.2).
 
   Args:
-    x_BT: numbers of the tokens of complete rows.
+    x_BT: numbers of the tokens of complete rows, or arrays of them.
     order_T: a permutation, such as `zigzag_order`.
     letters: of the result.
   """
@@ -64,7 +64,7 @@ def in_order(x_BT: jax.Array, order_T: np.ndarray, letters: str) -> jax.Array:
   found = resolve(letters, x_BT.shape, layout.legend, layout.table, sizes)
   if found.failures:
     return constraints.constrain(x_BT[:, order_T], letters)  # which records or raises them
-  [_, axes] = spec_entries(found.spec, 2)
+  [_, axes, *_] = spec_entries(found.spec, x_BT.ndim)
   split = PartitionSpec(axes)
 
   def inside(x: jax.Array, order: jax.Array) -> jax.Array:

@@ -156,3 +156,35 @@ def test_a_run_trains_its_tokenizer_first_and_resumes_with_it(main, tmp_path):
   code, out, err = main("sample", *command[:-1], "--prompt=def", "--max_new_tokens=4")
   assert code == 0, (out, err)
   assert out.startswith("def")
+
+
+@pytest.mark.long
+def test_a_teacher_is_stored_and_a_killed_student_goes_on_with_it(main, corpus, tmp_path):
+  steps = [f"--config.{key}" for key in ("training.steps=4", "checkpoint.every_steps=2")]
+  code, out, err = main(*corpus, *steps, f"--workdir={tmp_path}/teacher")
+  assert (code, err) == (0, "")
+  given = ["--config.distillation.temperature=1.5", "--config.data.packing=best_fit"]
+  stored = f"--teacher={tmp_path}/teacher"
+  code, out, err = main("prepare", *corpus, *given, stored, "--teacher_top=5")
+  assert (code, err) == (0, "")
+  assert re.search(r"teacher: .*/teacher, [\d,]+ rows, [\d.]+ MiB; train with it:", out)
+  folder = re.search(r"distillation.teacher=(\S+) distillation.temperature=1.5", out)[1]
+  keys = ("optimizer.schedule=constant", "metrics.every_steps=1", f"distillation.teacher={folder}")
+  student = [*corpus, *given, *steps, *(f"--config.{key}" for key in keys)]
+  divergences = {}
+  for name, count in (("whole", 4), ("parts", 2), ("parts", 4)):
+    code, out, err = main(
+      *student, f"--config.training.steps={count}", f"--workdir={tmp_path}/{name}"
+    )
+    assert (code, err) == (0, "")
+    lines = [line for line in lines_of(tmp_path / name) if "teacher_divergence" in line]
+    divergences[name] = [(line["step"], line["teacher_divergence"]) for line in lines]
+  assert "resumes from the checkpoint of step 2" in out
+  assert divergences["parts"] == divergences["whole"]
+  assert [step for step, _ in divergences["whole"]] == [1, 2, 3, 4]
+  code, out, err = main("evaluate", f"{tmp_path}/parts")
+  assert (code, err) == (0, "")
+  shutil.rmtree(folder)
+  code, out, err = main(*student, f"--workdir={tmp_path}/again")
+  assert code == 2
+  assert folder in err

@@ -10,18 +10,23 @@ import numpy as np
 import pytest
 from etils import epath
 
+from configs.keys import table
+from configs.schema import teachers as teachers_of
+from input_pipeline.row_source import array_source
 from models import distillation, model_spec
 from partitioning.rules import named_leaves
 from planning import traced_step
 from planning.step_facts import of_job
 from runtime import forms
 from tests.configs.loading import checked
-from tests.helpers.jobs import first_state, host_batch, make_job
+from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.models import numpy_decoder
 from tests.parity.comparison import MESHES, PLAIN, SEQUENCE_PARALLEL, assert_equal, train
-from training import restore
+from training import restore, setup, teacher_rows
 from training.checkpointing import integrity, reading
 from training.checkpointing.checkpointer import Checkpointer
+from training.parity import take_steps
+from training.state import without_teacher
 
 TEACHER = {
   "model.layers": 3,
@@ -95,6 +100,58 @@ def test_numbers_and_gradients_of_logits_are_numpys(direction, chunks):
   np.testing.assert_allclose(of_loss, np.exp(log_softmax(student)) - hot, rtol=1e-12, atol=1e-12)
 
 
+def by_classes(student, teacher, top, temperature):
+  """Returns the forward divergence of the teacher's likeliest classes and the rest as one.
+
+  And its gradient by the student's logits.
+  """
+  log_q, log_p = log_softmax(student / temperature), log_softmax(teacher / temperature)
+  p, q = np.exp(log_p), np.exp(log_q)
+  kept = teacher >= np.sort(teacher, axis=-1)[..., -top:][..., :1]
+  found, gradient = np.where(kept, p * (log_p - log_q), 0).sum(-1), np.where(kept, q - p, 0)
+  if not kept.all():
+    p_rest, q_rest = (np.where(kept, 0, x).sum(-1) for x in (p, q))
+    found += p_rest * (np.log(p_rest) - np.log(q_rest))
+    gradient += np.where(kept, 0, q * (1 - p_rest / q_rest)[..., None])
+  return found, gradient / temperature
+
+
+@pytest.mark.parametrize("top", [5, 12])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_numbers_of_a_stored_teacher_are_numpys(top, chunks):
+  random, temperature, size = np.random.default_rng(0), 0.6, 12 // chunks
+  student, teacher = (8 * random.standard_normal((4, 5, 12)) for _ in range(2))
+  student[0, 0, 1] = 300.0
+  targets = random.integers(0, 12, (4, 5)).astype(np.int32)
+  log_p, ids = log_softmax(teacher / temperature), np.argsort(-teacher, axis=-1)[..., :top]
+  with np.errstate(divide="ignore"):
+    rest = np.log(np.exp(np.sort(log_p, axis=-1)[..., : 12 - top]).sum(-1, keepdims=True))
+  stored = np.concatenate([np.take_along_axis(log_p, ids, -1), rest], axis=-1)
+  ids = np.concatenate([ids, np.full((4, 5, 1), distillation.REST)], axis=-1)
+  with jax.enable_x64(True):
+    numbers = distillation.TopDivergence(temperature, lambda x, first: x)
+    of_tokens = tuple(map(jnp.asarray, (targets, ids.astype(np.int32), stored)))
+
+    def found(student):
+      known = numbers.start(of_tokens, jnp.dtype("float64"))
+      for first in range(0, 12, size):
+        known = numbers.add(known, [student[..., first : first + size]], of_tokens, first)
+      return numbers.finish(known, of_tokens, ())
+
+    (loss, divergence), pull = jax.vjp(found, jnp.asarray(student))
+    [of_divergence] = pull((jnp.zeros((4, 5)), jnp.ones((4, 5))))
+  wanted, gradient = by_classes(student, teacher, top, temperature)
+  np.testing.assert_allclose(divergence, wanted, rtol=1e-12, atol=1e-11)
+  np.testing.assert_allclose(of_divergence, gradient, rtol=1e-12, atol=1e-12)
+  hot = np.eye(12)[targets]
+  np.testing.assert_allclose(loss, -(log_softmax(student) * hot).sum(-1), rtol=1e-12, atol=1e-12)
+  every, _ = by_numpy(student, teacher, "forward", temperature)
+  divergence = np.asarray(divergence)
+  assert np.all(divergence <= every + 1e-9), "classes that are one diverge less"
+  if top == 12:
+    np.testing.assert_allclose(divergence, every, rtol=1e-12, atol=1e-11)
+
+
 ON = {
   "all three, sequence-parallel, in chunks": {
     **MESHES["data2_fsdp2_tensor2"],
@@ -116,11 +173,10 @@ def alone(teachers):
   return train("lm", "float64", {**KEYS, "distillation.teacher": teachers[0]})
 
 
-def test_the_loss_is_that_of_numpy(alone):
-  job = alone.job
+def logits_by_numpy(job, batch):
+  """Returns the logits of a student, and of the teacher that it has in memory, of a batch."""
   with jax.enable_x64(True):
     params = jax.device_get(first_state(job).params)
-  batch, arrays = host_batch(job), {}
   config = job.config.copy_and_resolve_references()
   with config.unlocked():
     logits = []
@@ -131,11 +187,22 @@ def test_the_loss_is_that_of_numpy(alone):
       arrays = named_leaves(params["teacher"] if which == "teacher" else params)
       rows = zip(batch["tokens"], batch["segments"], strict=True)
       logits.append(np.stack([numpy_decoder.logits(config, arrays, *row) for row in rows]))
-  divergence, _ = by_numpy(*logits, "forward", 1.7)
-  picked = np.take_along_axis(log_softmax(logits[0]), batch["targets"][..., None], -1)[..., 0]
+  return logits
+
+
+def loss_by_numpy(student, divergence, batch):
+  """Returns the loss of a batch with the weight and the temperature of KEYS."""
+  picked = np.take_along_axis(log_softmax(student), batch["targets"][..., None], -1)[..., 0]
   losses = -0.3 * picked + 0.7 * 1.7**2 * divergence
   weights = batch["weights"]
-  wanted = (losses * weights).sum() / weights.sum()
+  return (losses * weights).sum() / weights.sum()
+
+
+def test_the_loss_is_that_of_numpy(alone):
+  batch = host_batch(alone.job)
+  logits = logits_by_numpy(alone.job, batch)
+  divergence, _ = by_numpy(*logits, "forward", 1.7)
+  wanted = loss_by_numpy(logits[0], divergence, batch)
   assert alone.trained.losses[0] == pytest.approx(wanted, rel=1e-12)
   assert not [name for name in alone.trained.gradients if name.startswith("teacher")]
 
@@ -146,6 +213,124 @@ def test_it_trains_as_on_one_device(mesh, alone, teachers):
   assert_equal(ours, alone, "float64")
   # Neither has all logits of a device's tokens.
   assert ("[4,24,36]" if "all" in mesh else "[4,12,72]") not in ours.trained.text
+
+
+# ------------------------------ a stored teacher ------------------------------
+
+
+@pytest.fixture(scope="module")
+def store(alone, tmp_path_factory):
+  """Returns a function that stores the teacher of `alone`; it returns the rows and the folder.
+
+  The rows are those of its three steps, in another order.
+  """
+  steps = [host_batch(alone.job, seed=step) for step in range(3)]
+  arrays = {name: np.concatenate([one[name] for one in steps])[::-1] for name in steps[0]}
+  rows, data_dir = array_source("rows", arrays), tmp_path_factory.mktemp("stored")
+
+  def stored(top, dtype, **other):
+    with jax.enable_x64(True):
+      student = alone.job
+      model = teachers_of.of_teacher(student.config)
+      with model.unlocked():
+        model.distillation = table.section("distillation")
+        model.data.update(data_dir=str(data_dir), global_batch_size=20)
+      job = setup.prepare(model, student.devices)
+      params = jax.tree.map(jnp.asarray, first_state(student).params["teacher"])
+      given = {"location": "theirs", "temperature": 1.7, "top": top, "dtype": dtype, **other}
+      return rows, teacher_rows.stored(job, params, {}, rows, model.data, **given)
+
+  return stored
+
+
+def train_on(rows, shard, alone, keys):
+  """Takes the steps of `alone`, from the same parameters, on its batches where they are now."""
+  source = teacher_rows.attached(rows, str(shard.folder))
+  given = {**PLAIN, **KEYS, "distillation.teacher": str(shard.folder), **keys}
+  with jax.enable_x64(True):
+    job = make_job("single", "lm", **{**given, "training.parameter_dtype": "float64"})
+    params = without_teacher(jax.device_get(first_state(alone.job).params))
+    state = dataclasses.replace(
+      first_state(job), params=jax.device_put(params, job.state_shardings.params)
+    )
+    numbers = lambda step: len(rows) - 1 - np.arange(16) - 16 * step  # noqa: E731
+    return take_steps(job, lambda step: place(job, source.read(numbers(step))), state)
+
+
+def test_all_tokens_of_a_stored_teacher_are_the_teacher_in_memory(alone, store):
+  rows, shard = store(61, "float32")
+  assert shard.manifest["tokens"] == 48 * 24 * 62 * 5, "one byte for an id, four for log p"
+  assert teacher_rows.size_text(shard) == "48 rows, 0.4 MiB"
+  ours = train_on(rows, shard, alone, {})
+  np.testing.assert_allclose(ours.losses, alone.trained.losses, rtol=1e-6)
+  for name, gradient in alone.trained.gradients.items():
+    distance = np.linalg.norm(ours.gradients[name] - gradient)
+    assert distance < 1e-6 * np.linalg.norm(gradient), name
+
+
+def test_a_few_tokens_of_a_stored_teacher_on_a_mesh_give_the_loss_of_numpy(alone, store):
+  rows, shard = store(7, "float16")
+  mesh = {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.context": 2, "model.context_attention": "ring"}
+  others = {"training.loss_chunks": 3, "training.gradient_accumulation_steps": 2}
+  ours = train_on(rows, shard, alone, {**mesh, **others})
+  batch = host_batch(alone.job)
+  student, teacher = logits_by_numpy(alone.job, batch)
+  divergence, _ = by_classes(student, teacher, 7, 1.7)
+  wanted = loss_by_numpy(student, divergence, batch)
+  assert ours.losses[0] == pytest.approx(wanted, rel=1e-3)  # float16
+  every, _ = by_numpy(student, teacher, "forward", 1.7)
+  assert abs(ours.losses[0] / loss_by_numpy(student, every, batch) - 1) > 0.01
+
+
+def test_a_stored_teacher_is_of_these_rows_and_known_on_resume(store, teachers, tmp_path):
+  rows, shard = store(7, "float16")
+  again = store(7, "float16", location="moved")[1]
+  assert again.folder == shard.folder, "it is not computed again"
+  other = dataclasses.replace(rows, fingerprint="of others")
+  with pytest.raises(ValueError, match=r"48 rows with the digest .* of rows are 48 with"):
+    teacher_rows.attached(other, str(shard.folder))
+  zeros = teacher_rows.unattached(rows, str(shard.folder))
+  assert not zeros.read(np.arange(3))["teacher_log_p"].any()
+  assert zeros.fields == teacher_rows.attached(rows, str(shard.folder)).fields
+
+  given = {**KEYS, **PLAIN, "distillation.teacher": str(shard.folder)}
+  checkpoints = restore.RunCheckpoints(make_job("single", "lm", **given), epath.Path(tmp_path))
+  branch, record = checkpoints.teacher({})
+  assert (branch, checkpoints.teacher(record)[1]) == ({}, record)
+  known = record["teacher"]
+  assert len(known["digest"]) == 64
+  for wrong in ({"digest": "0" * 64}, {"dtype": "float16, the 8 likeliest tokens"}):
+    with pytest.raises(ValueError, match=r"trained with .* of theirs .*, and this is float16"):
+      checkpoints.teacher({"teacher": {**known, **wrong}})
+  in_memory = {**given, "distillation.teacher": teachers[0]}
+  checkpoints = restore.RunCheckpoints(make_job("single", "lm", **in_memory), checkpoints.workdir)
+  with pytest.raises(ValueError, match=r"with the teacher theirs \(float16, the 7 like"):
+    checkpoints.teacher(record)
+
+
+@pytest.mark.parametrize(
+  ("settings", "what"),
+  [
+    ("distillation.temperature=2", "distillation.temperature=2.0 here, and 1.7 there"),
+    ("model.vocabulary_size=60", "model.vocabulary_size=60 here, and 61 there"),
+    ("model.separate_documents=False", "model.separate_documents=False here, and True there"),
+    ("distillation.divergence=reverse", "all but the teacher's 7 likeliest tokens only the sum"),
+    ("data.sequence_length_ramp=((0,12),)", "cuts rows that the teacher has read as a whole"),
+    ("training.z_loss=0.1", "the loss is of two parts already"),
+  ],
+)
+def test_what_does_not_go_with_a_stored_teacher_is_refused(settings, what, store):
+  _, shard = store(7, "float16")
+  sizes = "model.vocabulary_size=61 model.vocabulary_multiple=72 data.sequence_length=24"
+  given = f"{sizes} model.separate_documents=True distillation.temperature=1.7"
+  with pytest.raises(ValueError, match=re.escape(what)):
+    checked(f"{given} distillation.teacher={shard.folder} {settings}")
+
+
+@pytest.mark.parametrize(("top", "dtype"), [(62, "float16"), (7, "float8")])
+def test_what_cannot_be_stored_is_refused(top, dtype, store):
+  with pytest.raises(ValueError, match=r"--teacher_top=62: 1 to .*=61|float16 or float32"):
+    store(top, dtype)
 
 
 def test_plans_count_the_forward_pass_of_the_teacher(alone, teachers):
