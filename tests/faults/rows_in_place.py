@@ -135,7 +135,7 @@ def full_memory(attempt: Attempt) -> None:
 def fewer_for_a_while(attempt: Attempt) -> None:
   """Kills one or two processes; the others go on, and soon all."""
   chance, number = attempt.chance, attempt.number
-  count, every = count_of(attempt), int(number % 4 > 0)
+  count, every = count_of(attempt), int(number % 4 < 3)
   killed = chance.sample(range(count), 2 if number % 6 == 5 else 1)
   step = chance.randrange(2 * STORED_EVERY - 5, 2 * STORED_EVERY - 1)
   crash = number % 2 == 0
