@@ -392,7 +392,17 @@ NEMOTRON_H = Names(
     **hf_mixers.mamba_tensors(f"{_NEMOTRON_LAYER}mixer."),
     **_attention(f"{_NEMOTRON_LAYER}mixer."),
     **_rows(
-      f"{_NEMOTRON_LAYER}mixer.", ("up_proj", "F D", "mlp/up"), ("down_proj", "D F", "mlp/down")
+      f"{_NEMOTRON_LAYER}mixer.",
+      ("up_proj", "F D", "mlp/up"),
+      ("down_proj", "D F", "mlp/down"),
+      ("gate", "e D", "experts/router"),
+      ("experts.{}.up_proj", "M D", "experts/up"),
+      ("experts.{}.down_proj", "D M", "experts/down"),
+      ("shared_experts.up_proj", "W D", "experts/shared/up"),
+      ("shared_experts.down_proj", "D W", "experts/shared/down"),
+    ),
+    f"{_NEMOTRON_LAYER}mixer.gate.e_score_correction_bias": (
+      *("e", f"{_EXPERTS}/router/correction"),
     ),
   },
   prefix="backbone.",
@@ -670,11 +680,6 @@ _DEEPSEEK_IGNORED = (
   *("aux_loss_alpha", "seq_aux", "ep_size", "num_mtp_layers", "num_nextn_predict_layers"),
   *_EXPERTS_IGNORED,
 )
-_CORRECTED = {
-  "router_scores": "sigmoid",
-  "router_correction": True,
-  "router_group_score": "top2",
-}
 _LINEAR = {
   "head_dim": 256,
   "partial_rotary_factor": 0.25,
@@ -959,13 +964,15 @@ FAMILIES: dict[str, Family] = {
       **{"head_dim": 128, "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"},
       **{"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128},
       conv_kernel=4,
+      **_routed(None, 8, 1, 2, 7688, 1, 1, 1.0, norm_topk_prob=True),
+      moe_shared_expert_intermediate_size=7688,
     ),
     (
       *(*_STACK[1:], *_HEADS, parts.SCALE, field("vocab_size", "vocabulary_size")),
       number("layer_norm_epsilon", "norm_epsilon"),
       flag("tie_word_embeddings", "tied_embeddings"),
       choice("mlp_hidden_act", "activation", parts.ACTIVATIONS),
-      *(parts.biases(mlp_bias="mlp"), *hf_mixers.NEMOTRON_H),
+      *(parts.biases(mlp_bias="mlp"), *hf_mixers.NEMOTRON_H, hf_mixers.NEMOTRON_EXPERTS),
     ),
     fixed={"gated": False},
     ignored=hf_mixers.NEMOTRON_IGNORED,
@@ -999,7 +1006,7 @@ FAMILIES: dict[str, Family] = {
       parts.only("moe_router_activation_func", "sigmoid"),
       *(parts.only("mla_use_nope", True), parts.only("moe_layer_freq", 1)),
     ),
-    fixed={"attention": "latent", **_CORRECTED},
+    fixed={"attention": "latent", **parts.CORRECTED},
     # The size of a head follows from others, and nothing is rotated.
     ignored=(
       *("head_dim", "rope_theta", "rope_scaling", "use_grouped_topk", "num_nextn_predict_layers"),
@@ -1153,7 +1160,7 @@ FAMILIES: dict[str, Family] = {
       *parts.behind_dense_layers(
         *_ROUTED,
         *(parts.only("scoring_func", "sigmoid"), parts.only("topk_method", "noaux_tc")),
-        **_CORRECTED,
+        **parts.CORRECTED,
       ),
     ),
     fixed={"attention": "latent"},
@@ -1170,7 +1177,7 @@ FAMILIES: dict[str, Family] = {
     (
       *(*_PLAIN, parts.biases(attention_bias="qkv"), rope(partial=True)),
       flag("use_qk_norm", "query_key_norm"),
-      *parts.behind_dense_layers(*_ROUTED, **_CORRECTED),
+      *parts.behind_dense_layers(*_ROUTED, **parts.CORRECTED),
     ),
     ignored=_DEEPSEEK_IGNORED,
   ),
@@ -1246,8 +1253,8 @@ FAMILIES: dict[str, Family] = {
 NOT_READ: dict[str, tuple[tuple[str, ...], str, str]] = {
   "gemma4_text": (
     (
-      *("head_dim", "global_head_dim", "attention_k_eq_v", "num_kv_shared_layers"),
-      *("hidden_size_per_layer_input", "enable_moe_block"),
+      *("head_dim", "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v"),
+      *("num_kv_shared_layers", "hidden_size_per_layer_input", "enable_moe_block"),
     ),
     "layers with and without a window have heads of two sizes, and share keys, values and tables "
     "of embeddings with others in ways that no key of `model` says",

@@ -4,9 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from interop.hf_parts import (
+  CORRECTED,
   EXPERT_WIDTH_OF_ALL,
   EXPERTS_PER_TOKEN,
   FULL,
+  ROUTER_GROUPS,
+  ROUTER_NORMALIZED,
   Ours,
   Part,
   Theirs,
@@ -15,6 +18,7 @@ from interop.hf_parts import (
   flag,
   head_size_of,
   named_layers,
+  number,
   of_types,
   only,
   rope,
@@ -203,8 +207,8 @@ def _read_kimi(theirs: Theirs) -> dict[str, Any]:
 def _write_kimi(model: Ours) -> dict[str, Any]:
   found = _KIMI.write(model)
   kinds, listed = found["layer_types"], {"full_attn_layers": [], "kda_layers": []}
-  for number, one in enumerate(kinds, 1):
-    listed["full_attn_layers" if one == FULL else "kda_layers"].append(number)
+  for layer, one in enumerate(kinds, 1):
+    listed["full_attn_layers" if one == FULL else "kda_layers"].append(layer)
   nested = {key: found[name] for key, name in _KIMI_NESTED.items() if name in found}
   return {**found, _NESTED: {**nested, **listed}}
 
@@ -474,16 +478,18 @@ _BLOCKS, _PATTERN, _LAYERS = "layers_block_type", "hybrid_override_pattern", "nu
 _BLOCK_KINDS = {"linear_attention": MIXER, "full_attention": "full_unrotated", "mlp": MLP}
 _BLOCK_KINDS |= {"mamba": MIXER, "attention": "full_unrotated"}
 _LETTERS = {"M": MIXER, "*": "full_unrotated", "-": MLP}
+_OF_EXPERTS = ("moe", "E")
 
 
 def _read_nemotron(theirs: Theirs) -> dict[str, Any]:
   """Each layer has one part; attention has no positions."""
-  kinds, names = theirs.get(_BLOCKS) or [*(theirs.get(_PATTERN) or "")], _BLOCK_KINDS | _LETTERS
+  kinds = theirs.get(_BLOCKS) or [*(theirs.get(_PATTERN) or "")]
+  names = _BLOCK_KINDS | _LETTERS | dict.fromkeys(_OF_EXPERTS, MLP)
   if unknown := [one for one in kinds if one not in names]:
-    why = "linear_attention (M), full_attention (*) and mlp (-) are read"
-    if unknown[0] in ("moe", "E"):
-      why = "experts of this family have no gate, and those here have"
+    why = "linear_attention (M), full_attention (*), mlp (-) and moe (E) are read"
     raise ValueError(f"layers of the type {short(unknown[0])}: {why}")
+  if len({one in _OF_EXPERTS for one in kinds if names[one] == MLP}) > 1:
+    raise ValueError(f"{short(kinds)}: layers of the types mlp (-) and moe (E) in one model")
   if not kinds or theirs.get(_LAYERS) not in (None, len(kinds)):
     raise ValueError(
       f"{_BLOCKS}, or {_PATTERN}: a type for each of {_LAYERS}={theirs.get(_LAYERS)} layers "
@@ -496,6 +502,8 @@ def _write_nemotron(model: Ours) -> dict[str, Any]:
   types = types_of(model)
   named = {ours: theirs for theirs, ours in reversed(_BLOCK_KINDS.items())}
   letters = {ours: theirs for theirs, ours in _LETTERS.items()}
+  if model["experts"]:
+    named[MLP], letters[MLP] = _OF_EXPERTS
   return {
     _LAYERS: len(types),
     _BLOCKS: [named.get(one, one) for one in types],
@@ -503,6 +511,23 @@ def _write_nemotron(model: Ours) -> dict[str, Any]:
   }
 
 
+def _has_moe(theirs: Theirs) -> bool:
+  return not {*_OF_EXPERTS}.isdisjoint(theirs.get(_BLOCKS) or theirs.get(_PATTERN) or ())
+
+
+NEMOTRON_EXPERTS = when(
+  _has_moe,
+  lambda model: model["experts"],
+  Part((), lambda theirs: CORRECTED),
+  *_sizes(
+    ("n_routed_experts", "experts"),
+    ("moe_intermediate_size", "expert_feedforward_size"),
+    ("moe_shared_expert_intermediate_size", "shared_feedforward_size"),
+  ),
+  *(EXPERTS_PER_TOKEN, *ROUTER_GROUPS, ROUTER_NORMALIZED),
+  number("routed_scaling_factor", "router_scale"),
+  *(only("mlp_bias", False), only("moe_latent_size", None)),
+)
 NEMOTRON_H = (
   *mixer(
     MAMBA,
@@ -519,13 +544,12 @@ NEMOTRON_H = (
   *(only("use_conv_bias", True), only("use_bias", False), only("mamba_proj_bias", False)),
   *(only("mamba_hidden_act", "silu"), only("sliding_window", None)),
 )
-# Of how parameters are drawn, of kernels and caches, and of experts, which other files have.
+# Of how parameters are drawn, and of kernels and caches.
 NEMOTRON_IGNORED = (
   *("expand", "chunk_size", "time_step_min", "time_step_max", "time_step_floor"),
   *("residual_in_fp32", "rescale_prenorm_residual", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
-  *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "num_experts_per_tok"),
-  *("moe_shared_expert_intermediate_size", "moe_latent_size", "moe_shared_expert_overlap"),
-  *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob", "output_router_logits"),
+  *("n_shared_experts", "moe_shared_expert_overlap", "output_router_logits"),
+  *("norm_eps", "partial_rotary_factor", "rope_theta", "rope_scaling"),  # of other code
   *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
   "num_logits_to_keep",
 )

@@ -950,6 +950,12 @@ LLAMA_4_EXPERTS = Part(
 
 # ------------------------------ mixtures of DeepSeek ------------------------------
 
+# Of V3's routers.
+CORRECTED = {
+  "router_scores": "sigmoid",
+  "router_correction": True,
+  "router_group_score": "top2",
+}
 _FIRST_SPARSE = "first_k_dense_replace"
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from models import activations, load_balance
-from models.layers import MLP, Linear, clamped_gate
+from models.layers import ACTIVATIONS, MLP, Linear, clamped_gate
 from models.load_balance import BALANCE, Z_LOSS, chosen
 from models.losses import COUNTS
 from models.positions import Rows
@@ -289,7 +289,10 @@ class Experts(nnx.Module):
     """Draws the parameters; the experts' last layer is scaled down by the depth, as in GPT-2."""
     self.router = RouterLinear(f"{name}/router", spec, rngs=rngs)
     kernels = functools.partial(Kernels, spec=spec, rngs=rngs)
-    self.gate, self.up = kernels(f"{name}/gate"), kernels(f"{name}/up")
+    self.gated = spec.gated
+    if self.gated:
+      self.gate = kernels(f"{name}/gate")
+    self.up = kernels(f"{name}/up")
     self.down = kernels(f"{name}/down", scale=spec.out_scale)
     self.has_shared = spec.shared_feedforward_size > 0
     if self.has_shared:
@@ -299,12 +302,14 @@ class Experts(nnx.Module):
       drawn = jax.random.normal(rngs.params(), spec.sizes("D"), spec.parameter_dtype)
       self.shared_gate = nnx.Param(drawn * jnp.asarray(spec.deviation("D"), drawn.dtype))
     self.choice, self.scales_inputs = router_of(spec), spec.router_scales_inputs
-    self.hidden = functools.partial(
-      clamped_gate,
-      activation=spec.activation,
-      limit=spec.gate_limit,
-      offset=spec.up_offset,
-    )
+    self.hidden = ACTIVATIONS[spec.activation]
+    if self.gated:
+      self.hidden = functools.partial(
+        clamped_gate,
+        activation=spec.activation,
+        limit=spec.gate_limit,
+        offset=spec.up_offset,
+      )
     self.exchange, self.capacity = spec.expert_exchange, spec.expert_capacity
     self.way = spec.grouped_matmul
 
@@ -316,10 +321,10 @@ class Experts(nnx.Module):
       found["router/bias"] = "e"
     if spec.router_correction:
       found["router/correction"] = "e"
-    for name, inputs, outputs in (("gate", "D", "M"), ("up", "D", "M"), ("down", "M", "D")):
-      found[f"{name}/kernel"] = f"E{inputs}{outputs}"
+    for row, letters in MLP.kernel_dims(spec, "M").items():
+      found[row] = f"E{letters}"
       if spec.expert_biases:
-        found[f"{name}/bias"] = f"E{outputs}"
+        found[row.replace("kernel", "bias")] = f"E{letters[-1]}"
     shared = MLP.kernel_dims(spec, "W") if spec.shared_feedforward_size else {}
     if spec.shared_gate:
       found["shared_gate"] = "D"
@@ -368,7 +373,7 @@ class Experts(nnx.Module):
 
   def _exchanged(self, x_BRD, gates_BRk, experts_BRk) -> list[jax.Array]:
     """Returns the experts' update, and rounds and fullest pair of the exchange."""
-    layers = [self.gate, self.up, self.down]
+    layers = [*([self.gate] if self.gated else []), self.up, self.down]
     tokens = (RESIDUAL.between, x_BRD), (f"{_TOKENS}k", gates_BRk), (f"{_TOKENS}k", experts_BRk)
     operands = [Operand(*one) for one in tokens]
     operands += [one for layer in layers for one in layer.operands()]
@@ -414,7 +419,7 @@ class Experts(nnx.Module):
   ) -> Float[Array, "X D"]:
     """Returns each row through its expert; partial sums where `axes` split the hidden dim."""
     hot_XE = None
-    if self.gate.bias_letters:
+    if self.up.bias_letters:
       # A matmul and not a gather, whose gradient would be a scatter.
       hot_XE = jax.nn.one_hot(groups.expert_X, groups.sizes_E.shape[0], dtype=x_XD.dtype)
     weights = list(weights)
@@ -428,8 +433,8 @@ class Experts(nnx.Module):
         bias = jnp.where(jax.lax.axis_index(once) == 0, bias, jnp.zeros_like(bias))
       return y + hot_XE @ bias
 
-    gate_XM, up_XM = linear(x_XD), linear(x_XD)
-    return linear(self.hidden(gate_XM, up_XM), once=axes)
+    projected = [linear(x_XD) for _ in range(1 + self.gated)]  # of gate, if there is one, and up
+    return linear(self.hidden(*projected), once=axes)
 
 
 def router_of(spec: DecoderSpec) -> Router:

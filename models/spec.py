@@ -47,7 +47,6 @@ STACKS = {
 }
 STACKED = tuple(STACKS.values())
 IN_STAGES = tuple(letter for letter, stack in STACKS.items() if stack != MTP_LAYERS)
-EXPERTS = f"{LAYERS}experts"
 
 
 def stacks_of(legend: Mapping[str, Dim]) -> tuple[str, ...]:

@@ -250,7 +250,8 @@ class Transformer(nnx.Module):
       self.positions = added(spec, rngs=rngs)
     counts = dict(zip(STACKED, spec.sizes("".join(STACKS)), strict=True))  # of layers
     further = counts.pop(MTP_LAYERS)
-    self.sparse_stacks = tuple(filter(None, (counts[LAYERS], counts[MIXER_LAYERS])))
+    sparse = (LAYERS, MIXER_LAYERS) if spec.parts == 2 else (MLP_LAYERS,)
+    self.sparse_stacks = tuple(filter(None, (counts[name] for name in sparse)))
     self.sparse_layers = sum(self.sparse_stacks) + further
     self.layers = stacked(spec, rngs, counts.pop(LAYERS), LAYERS)
     for name, count in counts.items():  # the other stacks, under the names of their parameters
@@ -574,7 +575,7 @@ SPEC, build = TransformerSpec, Transformer
 _KERNELS = ("/kernel", f"/{LORA_A}", f"/{LORA_B}")
 _BELOW = (*STACKED, "embed/", "positions/")  # parameters whose gradient needs that of the layers
 # Parameters of which each token uses those of its own experts.
-_ROUTED = re.compile(f"({LAYERS}|{MIXER_LAYERS}|{MTP_LAYERS})experts/(gate|up|down)/.*")
+_ROUTED = re.compile(f"({'|'.join(STACKED)})experts/(gate|up|down)/.*")
 
 
 def train_flops_per_example(spec: DecoderSpec, *, causal: bool = False) -> float:

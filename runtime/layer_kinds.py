@@ -39,7 +39,8 @@ def is_sparse(model: Any, layer: int) -> bool:
   """Returns whether a layer, counted from 0, is sparse.
 
   The first `model.dense_layers` are dense; of the others every `model.sparse_every`-th is sparse,
-  the last of each so many, if it is not among `model.mlp_only_layers`.
+  the last of each so many, if it is not among `model.mlp_only_layers`. Of layers with one part
+  those of the type mlp alone can be.
 
   Args:
     model: the section `model` of a finalized config.
@@ -48,7 +49,8 @@ def is_sparse(model: Any, layer: int) -> bool:
   after = layer - model.dense_layers + 1
   # A config is read before its numbers are checked: none may divide by 0.
   in_turn = after > 0 and after % max(1, model.sparse_every) == 0
-  return model.experts > 0 and in_turn and layer not in model.mlp_only_layers
+  feeds = parts_of_layers(model) == 2 or layer_type(model, layer) == MLP
+  return model.experts > 0 and in_turn and feeds and layer not in model.mlp_only_layers
 
 
 def sparse_layers(model: Any) -> int:
@@ -57,15 +59,16 @@ def sparse_layers(model: Any) -> int:
 
 
 def beside_sparse(model: Any) -> int:
-  """Returns the number of dense layers of a model with experts, which are a stack of their own."""
-  return model.layers - sparse_layers(model) if model.experts else 0
+  """Returns the number of layers with a dense MLP of a model with experts."""
+  return sum(stack_of(model, layer) in OF_DENSE for layer in range(model.layers))
 
 
 def stack_of(model: Any, layer: int) -> str:
   """Returns the stack that a decoder's layer, counted from 0, is in."""
   if (kind := layer_type(model, layer)) == MLP:
     return MLP_LAYERS
-  dense = model.experts > 0 and not is_sparse(model, layer)
+  two = parts_of_layers(model) == 2
+  dense = model.experts > 0 and two and not is_sparse(model, layer)
   return ((LAYERS, DENSE_LAYERS), (MIXER_LAYERS, DENSE_MIXER_LAYERS))[kind == MIXER][dense]
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from models.spec import MTP_LAYERS, QUANTIZED_PARTS, TEACHER
 from partitioning.dtypes import wide_dtype
 from partitioning.rules import named_leaves, nested
-from runtime.layer_kinds import LAYERS, MIXER_LAYERS, QUANTIZED
+from runtime.layer_kinds import LAYERS, MIXER_LAYERS, MLP_LAYERS, QUANTIZED
 from runtime.suggest import most_similar
 from training.specs import StepSpec
 
@@ -22,7 +22,7 @@ _NEAR = 3  # names that a message suggests
 # Source: arXiv:2408.15664 (auxiliary-loss-free load balancing).
 # Of each stack of layers that may have experts, in the order of their counts.
 ROUTER_BIASES = tuple(
-  f"{stack}experts/router/correction" for stack in (LAYERS, MIXER_LAYERS, MTP_LAYERS)
+  f"{stack}experts/router/correction" for stack in (LAYERS, MIXER_LAYERS, MLP_LAYERS, MTP_LAYERS)
 )
 
 

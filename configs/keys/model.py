@@ -178,8 +178,8 @@ DECODER: Rows = {
     (),
     "Instead of global_every: the type of each layer, full or sliding (it has the window), "
     "full_unrotated or sliding_unrotated (without RoPE), mixer (model.mixer in place of "
-    "attention), full_with_mixer (side by side, in all layers) or mlp (that alone: then the others "
-    "have none, Nemotron-H); repeated where there are more layers: "
+    "attention), full_with_mixer (side by side, in all layers) or mlp (that alone, or experts: "
+    "then the others have none, Nemotron-H); repeated where there are more layers: "
     '("sliding", "sliding", "full")',
     excludes={"model.global_every": "both say which layers see a window"},
   ),
@@ -285,7 +285,7 @@ DECODER: Rows = {
     True,
     "MLP: down(f(gate(x)) * up(x)); else down(f(up(x)))",
     needs="model.mlp=feedforward",
-    excludes={"model.experts": "the MLPs of experts are gated"},
+    excludes=dict.fromkeys(("model.gate_limit", "model.up_offset"), "it is of experts with a gate"),
   ),
   "experts": Key(
     0,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ml_collections import ConfigDict
 
-from runtime.layer_kinds import LAYERS, sparse_layers, stack_of
+from runtime.layer_kinds import LAYERS, MLP, layers_of_type, sparse_layers, stack_of
 
 
 def latent_errors(model: ConfigDict) -> Iterator[str]:
@@ -61,6 +61,12 @@ def layer_errors(model: ConfigDict) -> Iterator[str]:
       f"model.dense_layers={model.dense_layers}, model.sparse_every={model.sparse_every}, "
       f"model.mlp_only_layers={listed} and model.layer_types={tuple(model.layer_types)} one of "
       f"them has to"
+    )
+  elif 0 < sparse_layers(model) < (alone := layers_of_type(model, MLP)):
+    yield (
+      f"model.layer_types={tuple(model.layer_types)}: of layers of the type mlp all have experts, "
+      f"or none, and {sparse_layers(model)} of {alone} would; set model.dense_layers=0, "
+      f"model.sparse_every=1 and model.mlp_only_layers=()"
     )
   elif not sparse_layers(model):
     yield (

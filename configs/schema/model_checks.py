@@ -358,13 +358,11 @@ def _layer_types(model: ConfigDict) -> Iterator[str]:
       f"model.layer_types={tuple(types)}: beside layers of the type mlp, which are MLPs alone, "
       f"others have attention alone; add the type full"
     )
-  for key in ("experts", "mtp_layers") if MLP in types else ():
-    if model[key]:
-      yield (
-        f"model.{key}={model[key]}: layers of the type mlp have one part, and those with "
-        f"{'experts' if key == 'experts' else 'further tokens'} two; set it to 0, or take the "
-        f"type out of model.layer_types"
-      )
+  if MLP in types and model.mtp_layers:
+    yield (
+      f"model.mtp_layers={model.mtp_layers}: layers of the type mlp have one part, and those that "
+      f"predict further tokens two; set it to 0, or take the type out of model.layer_types"
+    )
   unrotated = [one.endswith("unrotated") for one in types if one not in (MIXER, MLP)]
   lost = all(unrotated) and MIXER not in types  # a recurrence has an order of its own
   if any(unrotated) and (model.positions != "rotary" or lost):

@@ -287,7 +287,7 @@ _BAMBA = {
   **{"mixer_heads": 128, "mixer_key_heads": 1, "mixer_head_size": 128, "mixer_value_head_size": 64},
   "layer_types": tuple("full" if layer in (9, 18, 27) else "mixer" for layer in range(32)),
 }
-_PARTS = {"M": "mixer", "*": "full_unrotated", "-": "mlp"}
+_PARTS = {"M": "mixer", "*": "full_unrotated", "-": "mlp", "E": "mlp"}
 _NEMOTRON_H = {
   **{"head_size": 128, "norm_epsilon": 1e-5, "vocabulary_size": 131_072, "mixer": "mamba2"},
   **{"mixer_heads": 128, "mixer_key_heads": 8, "mixer_head_size": 128, "mixer_value_head_size": 64},
@@ -296,6 +296,16 @@ _NEMOTRON_H = {
     _PARTS[one]
     for one in f"M-M-M-M*-{'M-M-M-M-M*-' * 3}M-M-M-M-M-"  # as published
   ),
+}
+_NEMOTRON_3_NANO = {
+  **{**_NEMOTRON_H, "mixer_heads": 64, "experts": 128, "experts_per_token": 6},
+  **{"expert_feedforward_size": 1856, "shared_feedforward_size": 3712, "router_scale": 2.5},
+  **{"router_scores": "sigmoid", "router_correction": True},
+  "layer_types": tuple(
+    _PARTS[one]
+    for one in f"MEMEM*{'EMEMEM*' * 4}EMEMEMEM*EMEMEMEME"  # as published
+  ),
+  **{"balance_loss": 0.0001, "router_bias_rate": 0.001},
 }
 _KIMI_LINEAR = {
   **{"head_size": 192, "norm_epsilon": 1e-5, "vocabulary_size": 163_840, "attention": "latent"},
@@ -309,7 +319,8 @@ _KIMI_LINEAR = {
   ),
   **{"balance_loss": 0.0001, "router_bias_rate": 0.001},
 }
-# Half of a head is rotated (arXiv:2501.08313, section 2).
+# As its config.json says: half of a head is rotated, of which the base is 10,000 in the report
+# (arXiv:2501.08313, section 2) and 10,000,000 in that file.
 _MINIMAX = {
   **{"head_size": 128, "norm_epsilon": 1e-5, "vocabulary_size": 200_064, "rotary_base": 1e7},
   **{"rotary_size": 64, "mixer": "lightning", "layer_types": (*("mixer",) * 7, "full")},
@@ -498,6 +509,7 @@ PRESETS: dict[str, Preset] = {
   "granite4_h_micro": _decoder(4096, (40, 2048, 8192, 32, 8), _GRANITE_4_H, **_GRANITE_4_MICRO),
   "smollm3_3b": _decoder(4096, (36, 2048, 11_008, 16, 4), _SMOLLM_3),
   "nemotron_h_8b": _decoder(8192, (52, 4096, 21_504, 32, 8), _NEMOTRON_H),
+  "nemotron3_nano_30b_a3b": _decoder(8192, (52, 2688, 1856, 32, 2), _NEMOTRON_3_NANO),
   "kimi_linear_48b_a3b": _decoder(4096, (27, 2304, 9216, 32, 32), _KIMI_LINEAR),
   "minimax_text_01": _decoder(8192, (80, 6144, 9216, 64, 8), _MINIMAX),
   "mixtral_8x7b": _decoder(4096, (32, 4096, 14_336, 32, 8), _MIXTRAL, balance_loss=0.02),

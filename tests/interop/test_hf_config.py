@@ -247,14 +247,14 @@ def test_what_no_family_has_is_named_when_it_is_written():
     *(("gemma2_9b", "gemma2"), ("lfm2_1_2b", "lfm2"), ("bamba_9b", "bamba")),
     *(("nemotron_h_8b", "nemotron_h"), ("kimi_linear_48b_a3b", "kimi_linear")),
     *(("olmo_hybrid_7b", "olmo_hybrid"), ("granite4_h_micro", "granitemoehybrid")),
-    ("qwen3_next_80b_a3b", "qwen3_next"),
+    *(("qwen3_next_80b_a3b", "qwen3_next"), ("nemotron3_nano_30b_a3b", "nemotron_h")),
   ],
 )
 def test_the_family_of_a_model_is_found_by_what_it_has(preset, model_type):
   assert hf_config.write(model_of(preset), 24)["model_type"] == model_type
 
 
-# ------------------------------ LFM2 ------------------------------
+# ------------------------------ published files ------------------------------
 
 # As LFM2-1.2B's file has them: sizes under older names, layers by the numbers of those with
 # attention.
@@ -267,9 +267,33 @@ LFM_2 = {
 }
 
 
-def test_lfm2s_file_is_its_preset():
-  found = hf_config.canonical(hf_config.read(LFM_2, "config.json").model)
-  wanted = hf_config.canonical({key: model_of("lfm2_1_2b")[key] for key in hf_config.KEYS})
+# As Nemotron 3 Nano's file has them, but those that are as in the class.
+NEMOTRON_3 = {
+  **{"model_type": "nemotron_h", "hidden_size": 2688, "intermediate_size": 1856, "norm_eps": 1e-5},
+  **{
+    "mamba_num_heads": 64,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 52,
+    "rope_theta": 10_000,
+  },
+  **{"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856},
+  **{"moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5},
+  **{"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"},
+  **{"partial_rotary_factor": 1.0, "moe_latent_size": None, "use_mamba_kernels": True},
+}
+# All sizes are those of the class.
+OLMO_HYBRID = {"model_type": "olmo_hybrid", "rope_parameters": {"rope_theta": None}}
+FILES = {
+  "lfm2_1_2b": LFM_2,
+  "nemotron3_nano_30b_a3b": NEMOTRON_3,
+  "olmo_hybrid_7b": OLMO_HYBRID,
+}
+
+
+@pytest.mark.parametrize("preset", FILES)
+def test_a_published_file_is_its_preset(preset):
+  found = hf_config.canonical(hf_config.read(FILES[preset], "config.json").model)
+  wanted = hf_config.canonical({key: model_of(preset)[key] for key in hf_config.KEYS})
   assert not [key for key in wanted if not hf_config.same_value(found[key], wanted[key])]
 
 
@@ -339,6 +363,9 @@ REFUSED = [
   (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob=True: only False is read"),
   (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func='softmax': only sig"),
   (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq=2: only 1 is read"),
+  (NEMOTRON_3, {"moe_latent_size": 64}, "moe_latent_size=64: only None is read"),
+  (NEMOTRON_3, {"layers_block_type": [*"ME*-"]}, "the types mlp (-) and moe (E) in one model"),
+  (OLMO_HYBRID, {"hidden_act": "gelu"}, "hidden_act='gelu': only silu is read"),
 ]
 
 

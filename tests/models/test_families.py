@@ -63,8 +63,9 @@ PUBLISHED = {
   "lfm2_1_2b": 1_170_340_608,
   # Of 32 layers 29 with Mamba-2 and 3 with attention; 9.78 billion, as published.
   "bamba_9b": 29 * 102_286_976 + 3 * 41_943_040 + 32 * 176_168_960 + 2 * 525_336_576 + 4096,
-  # As transformers counts them at the published sizes: 8.1, 49.1, 456 and 7.4 billion.
+  # As transformers counts them at the published sizes.
   "nemotron_h_8b": 8_100_852_736,
+  "nemotron3_nano_30b_a3b": 31_577_937_344 + 23 * 128,  # with the biases of 23 routers
   "kimi_linear_48b_a3b": 49_122_675_072 + 26 * 256,  # with the biases of 26 routers
   "minimax_text_01": 456_089_655_296,
   "olmo_hybrid_7b": 7_430_870_688,

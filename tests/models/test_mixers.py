@@ -24,6 +24,7 @@ from tests.parity.mixers import (
   LIGHTNING,
   MAMBA,
   MESHES,
+  NEMOTRON,
   OFTEN,
   OLMO,
   QWEN,
@@ -224,7 +225,7 @@ def on_one_device(mixer, length):
     for x in MESHES
     for y in EACH
     if (x, y) != ("tensor4, accumulated", "convolution")  # adapters' dropout has no rings
-    and (x == "expert2") <= (y == "qwen")
+    and (x == "expert2") <= (y in ("qwen", "nemotron"))
   ],
 )
 def test_gradients_on_a_mesh_are_those_of_one_device(mesh, mixer):
@@ -271,6 +272,10 @@ def test_muon_on_a_mesh_gives_what_one_device_gives():
     (
       {**CONVOLUTION, "model.mixer_heads": 4},
       "model.mixer_heads=4 is about model.mixer=gated_delta",
+    ),
+    (
+      {**NEMOTRON, **{DENSE: (1,)}},
+      "of layers of the type mlp all have experts, or none, and 1 of 2",
     ),
     ({**DELTA, "model.mixer_key_heads": 5}, "is not a multiple of model.mixer_key_heads=5"),
     ({**MAMBA, "model.mixer_step_limits": (1.0, 0.1)}, "two numbers, the smaller first"),

@@ -54,6 +54,14 @@ QWEN = {
   "training.balance_loss": 0.01,
   "model.mtp_layers": 1,
 }
+# As in Nemotron 3: layers of one part, of which MLPs are experts without a gate.
+NEMOTRON = {
+  **{**MAMBA, "model.layers": 5, "model.layer_types": ("mixer", "mlp", "full", "mixer", "mlp")},
+  **{"model.experts": 6, "model.expert_feedforward_size": 24, "model.shared_feedforward_size": 16},
+  **{"model.gated": False, "model.activation": "relu_squared", "model.router_scores": "sigmoid"},
+  **{"model.router_correction": True, "training.router_bias_rate": 0.05},
+  "training.balance_loss": 0.01,
+}
 # Stages of a pipeline are alike.
 ALTERNATING = {"model.layers": 4, "model.layer_types": ("mixer", "full")}
 # Routers' biases that move by the counts of the layers, which are of two stacks.
@@ -84,6 +92,7 @@ EACH = {
   "olmo": {**OLMO, "optimizer.learning_rate": 0.005},
   "kimi": {**KIMI, "optimizer.learning_rate": 0.005},
   "mamba": MAMBA,
+  "nemotron": {**NEMOTRON, "optimizer.learning_rate": 0.005},
   "lightning": LIGHTNING,
   "beside": BESIDE,
   "convolution": {**CONVOLUTION, **ADAPTERS, "lora.dropout": 0.3},

@@ -18,6 +18,7 @@ MODEL = {
     "sparse_every": 1,
     "mlp_only_layers": (),
     "layers": 4,
+    **{"layer_types": (), "global_every": 0, "window": 0},
   },
 }
 LATENTS = ("latent", "rotary_key", "query_latent", "key_value")
