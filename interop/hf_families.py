@@ -490,8 +490,9 @@ OLMO_HYBRID = Names(
       ("a_proj", "A D", "attention/decay"),
       ("b_proj", "A D", "attention/strength"),
       ("o_norm", "u", "attention/norm"),
-      ("o_proj", "D Au", "attention/out"),
     ),
+    # Not its bias, which attention alone may have.
+    f"{LAYER}linear_attn.o_proj.weight": ("D Au", "layers/attention/out/kernel"),
     f"{LAYER}linear_attn.q_conv1d.weight": ("Gh 1 w", "layers/attention/query_taps"),
     f"{LAYER}linear_attn.k_conv1d.weight": ("Gh 1 w", "layers/attention/key_taps"),
     f"{LAYER}linear_attn.v_conv1d.weight": ("Au 1 w", "layers/attention/value_taps"),

@@ -104,6 +104,11 @@ CHOICES = {
     **{**MAMBA, "mamba_n_groups": [1, 2], "mamba_rms_norm": [True, False]},
     "mamba_norm_before_gate": [True, False],
   },
+  "olmo_hybrid": {  # with and without positions; keys as wide as values, see docs/models.md
+    **{"num_hidden_layers": [4], "linear_conv_kernel_dim": [2, 4], "rope": [*BASES, ABSENT]},
+    **{"linear_allow_neg_eigval": [True, False], "attention_bias": [True, False]},
+    "layer_types": [[*["linear_attention"] * 3, *FULL], [*FULL, "linear_attention"] * 2],
+  },
   "qwen3_next": LINEAR,
   "qwen3_5": LINEAR,
   "qwen3_5_moe": LINEAR,

@@ -28,7 +28,7 @@ DRAWN = (
   *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2", "phi3", "lfm2"),
   *("qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe", "llama4", "ministral3", "mistral4", "bamba"),
   *("granitemoehybrid", "granitemoehybrid_experts", "falcon_h1"),
-  *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+  *("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
 )
 
 
@@ -69,6 +69,11 @@ HARMLESS = {
   *("_attn_implementation", "attn_implementation"),
   *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
   *("summary_use_proj", "reorder_and_upcast_attn", "mamba_chunk_size", "num_logits_to_keep"),
+  *("dtype", "aux_loss_alpha", "seq_aux", "chunk_size", "block_size", "use_mamba_kernels"),
+  # How parameters are drawn.
+  *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
+  *("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max"),
+  "linear_dt_init_floor",
 }
 
 
@@ -100,6 +105,9 @@ def test_what_a_config_leaves_out_is_what_their_class_has(root):
     if model_type == "deepseek_v2":  # the first has no default, the second is not the same in both
       needed = {"num_experts_per_tok": 6, "vocab_size": 102_400}
       left_out, theirs = left_out | needed, theirs | needed
+    if model_type == "nemotron_h":  # whose class has layers of experts beside such of MLPs
+      left_out["hybrid_override_pattern"] = "M*-"
+      theirs = {**theirs, "layers_block_type": ["linear_attention", "full_attention", "mlp"]}
     if model_type == "glm4_moe":  # whose width is no multiple of the heads
       left_out["head_dim"] = theirs["head_dim"] = 128
     assert hf_config.read(left_out, model_type) == hf_config.read(theirs, model_type)
