@@ -19,7 +19,8 @@ ARROWS = {
   },
   # The chapters of the tour: small examples by the project's own parts.
   "reports.tour": {
-    *("configs", "input_pipeline", "partitioning", "processes", "reports", "runtime", "training"),
+    *("configs", "input_pipeline", "models", "partitioning", "processes", "reports", "runtime"),
+    "training",
   },
   # What is shown, apart from what is computed.
   "reports": {"input_pipeline", "partitioning", "planning", "runtime", "training"},

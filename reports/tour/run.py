@@ -23,6 +23,7 @@ from reports.tour import (
   pipeline,
   processes,
   random_numbers,
+  states,
   vmap_to_mesh,
 )
 from reports.tour.scene import DEVICES, Shown
@@ -38,6 +39,7 @@ CHAPTERS = {
   "collectives": collectives,
   "network": network,
   "pipeline": pipeline,
+  "states": states,
   "random_numbers": random_numbers,
   "processes": processes,
 }
