@@ -200,7 +200,7 @@ CASES = [
   ("lm", "model.experts=6 model.mlp_only_layers=(0,1,2)", "no layer has experts; set model.exper"),
   ("lm", "model.experts=6 model.mlp_only_layers=(3,)", "=(3,): 3 is no number of a layer, from 0"),
   ("lm", "model.experts=6 training.router_bias_rate=0.1", "is about model.router_correction, whi"),
-  ("lm", "model.experts=6 model.gated=False", "the MLPs of experts are gated"),
+  ("lm", "model.experts=6 model.gated=False model.gate_limit=7.0", "it is of experts with a gate"),
   ("lm", "model.experts=6 lora.rank=2", "adapters are for dense models; leave lora.r"),
   ("lm", "model.experts=6 training.matmul_dtype=int8", "experts are not multiplied in 8 bits"),
   ("lm", "mesh.expert=4 model.experts=6", "by mesh.expert=4; set mesh.expert to one of 2, 3, 6"),
