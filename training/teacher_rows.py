@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from input_pipeline import catalog, shard_writer, store
 from input_pipeline.batches import TrainingBatches
-from input_pipeline.source import Source, UnreadableError
+from input_pipeline.source import BadRecords, Source, UnreadableError
 from models.distillation import REST, likeliest
 from models.spec import STORED_TEACHER
 from partitioning.rules import named_leaves
@@ -221,6 +221,8 @@ def _rows(
 ) -> Iterator[bytes]:
   """Yields what is stored of each row, in their order."""
   size = min(teacher.config.data.global_batch_size, len(source))
+  # Rows of a mixture in the order of their numbers too, and those that cannot be read as zeros.
+  source = dataclasses.replace(source, parts=(), stages=(), bad=BadRecords())
   batches = TrainingBatches(source, global_batch_size=size, seed=0, shuffle=False)
 
   def found(params: Any, batch: Any, variables: Any) -> Any:

@@ -13,6 +13,7 @@ from etils import epath
 from configs.keys import table
 from configs.schema import teachers as teachers_of
 from input_pipeline.row_source import array_source
+from input_pipeline.source import Part
 from models import distillation, model_spec
 from partitioning.rules import named_leaves
 from planning import traced_step
@@ -222,11 +223,13 @@ def test_it_trains_as_on_one_device(mesh, alone, teachers):
 def store(alone, tmp_path_factory):
   """Returns a function that stores the teacher of `alone`; it returns the rows and the folder.
 
-  The rows are those of its three steps, in another order.
+  The rows are those of its three steps, in another order, and of a mixture.
   """
   steps = [host_batch(alone.job, seed=step) for step in range(3)]
   arrays = {name: np.concatenate([one[name] for one in steps])[::-1] for name in steps[0]}
   rows, data_dir = array_source("rows", arrays), tmp_path_factory.mktemp("stored")
+  parts = (Part("first", 20, 480), Part("second", 28, 672))
+  rows = dataclasses.replace(rows, parts=parts, stages=((0, {"first": 0.1, "second": 0.9}),))
 
   def stored(top, dtype, **other):
     with jax.enable_x64(True):
