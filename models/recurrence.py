@@ -27,6 +27,7 @@ from jaxtyping import Array, Float
 
 CHUNK = 64  # tokens, where a head has one decay
 ROWS_CHUNK = 16  # where each row has its own: a chunk has a decay of each row for all its pairs
+MASKED = 8  # tokens of the first blocks of `_inverse`
 
 Inputs = tuple[Array | None, Array, Array, Array, Array]  # queries, keys, values, decays, strengths
 
@@ -166,14 +167,27 @@ def _inverse(strictly_lower: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
   """Returns the inverse of I + L: of blocks twice as large in each turn, from those that they have.
 
   The inverse of [[A, 0], [L, D]] is [[A', 0], [-D' L A', D']] with the inverses A' and D'. Unlike
-  those of a sum of powers of L its parts do not grow where keys are near to one another.
+  those of a sum of powers of L its parts do not grow where keys are near to one another. Parts of
+  the first blocks are not cut out but masked: compilers take long over many small slices.
   """
   given, outer = strictly_lower.shape[-1], strictly_lower.shape[:-2]
   size = 1 << (given - 1).bit_length()
+  block = min(size, MASKED)
   behind = [(0, 0)] * len(outer) + [(0, size - given)] * 2
   lower = jnp.pad(strictly_lower, behind)
   multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-  inverse, half = jnp.ones((*outer, size, 1, 1), lower.dtype), 1  # of blocks on the diagonal
+
+  own = jnp.stack(
+    [lower[..., at : at + block, at : at + block] for at in range(0, size, block)], -3
+  )
+  i = jax.lax.broadcasted_iota(jnp.int32, (block, block), 0)
+  j = jax.lax.broadcasted_iota(jnp.int32, (block, block), 1)
+  inverse, half = jnp.broadcast_to(jnp.eye(block, dtype=lower.dtype), own.shape), 1
+  while half < block:
+    below = jnp.where((i // half % 2 == 1) & (i // half - 1 == j // half), own, 0)
+    inverse -= multiply(inverse, multiply(below, inverse))
+    half *= 2
+
   while half < size:
     starts = range(half, size, 2 * half)
     below = jnp.stack([lower[..., at : at + half, at - half : at] for at in starts], axis=-3)
