@@ -6,10 +6,10 @@
   python -m benchmarks.forecast_accuracy                    # prints the tables of docs/forecast.md
   python -m benchmarks.forecast_accuracy --write=headers --of=FOLDER    # the text of a pair
 
-`headers` and `packages_1024` are for a GPU and read files that --write makes: the headers of
-PyTorch's folder torch/include, and the modules of the packages of an environment. The tokenizer of
-the latter is trained by `main.py prepare` with --train_tokenizer=1024, and its folder copied to
-runs/forecast_accuracy/packages_1024.
+`headers` and `packages_1024` are for a GPU. Pairs of headers and packages read files that --write
+makes: the headers of PyTorch's folder torch/include, and the modules of the packages of an
+environment. The tokenizer of `packages_1024` is trained by `main.py prepare` with
+--train_tokenizer=1024, and its folder copied to runs/forecast_accuracy/packages_1024.
 The record is docs/forecast.json. A prediction is committed before its run is trained: the history
 of that file shows which was first. Each run predicted takes 8 times the compute of the largest of
 its ladder.
@@ -58,6 +58,16 @@ _ON_A_GPU = (
   "metrics.tensorboard=False --widths=96,128,160,192,256"
 )
 _SMALLER = "data.global_batch_size=4 --widths=32,48,64,80 --flops=8e10,1.4e11,2.6e11"
+# Many steps of 1,024 tokens, no width below 0.4 of the target's.
+_MANY_STEPS = (
+  "model.layers=2 data.sequence_length=128 data.global_batch_size=8 optimizer.learning_rate=0.002 "
+  "evaluation.final_steps=400 metrics.report=False metrics.tensorboard=False"
+)
+# And no run so short that its loss still falls faster than a power of the tokens.
+_LONG = (
+  "model.model_size=160 model.heads=10 model.kv_heads=10 --widths=64,80,96,112,128 "
+  "--flops=2.6e12,4.2e12,6.9e12"
+)
 # Name -> the words of a forecast, whose budget is 8 times the compute of the last of --flops.
 PAIRS = {
   "bytes": f"configs/single:model=lm,data=python_source {_FAMILY} data.global_batch_size=8 "
@@ -67,6 +77,14 @@ PAIRS = {
   "bpe_1024": f"configs/single:model=lm,data=python_source {_FAMILY} data.train_tokenizer=1024 "
   "model.vocabulary_size=1024 data.global_batch_size=4 --widths=32,48,64,80 "
   "--flops=1.2e11,2e11,3.2e11 --budget='433000 tokens'",
+  "bytes_many_steps": f"configs/single:model=lm,data=python_source {_MANY_STEPS} "
+  "model.model_size=176 model.heads=11 model.kv_heads=11 --widths=80,96,112,128,144 "
+  "--flops=1.5e12,3e12,6e12 --budget='9397000 tokens'",
+  "bytes_long": f"configs/single:model=lm,data=python_source {_MANY_STEPS} {_LONG} "
+  "--budget='13006000 tokens'",
+  "packages_long": f"configs/single:model=lm,data=text data.files={TEXT}/packages.jsonl.gz "
+  f"{_MANY_STEPS} data.train_tokenizer=1024 model.vocabulary_size=1024 {_LONG} "
+  "--budget='11081000 tokens'",
   "headers": f"configs/single:model=lm,data=text data.files={TEXT}/headers.jsonl.gz {_ON_A_GPU} "
   "data.global_batch_size=32 --flops=1.2e13,2.5e13,5e13 --budget='24278000 tokens'",
   "packages_1024": f"configs/single:model=lm,data=text data.files={TEXT}/packages.jsonl.gz "

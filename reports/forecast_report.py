@@ -16,6 +16,7 @@ from reports import html as pages
 from runtime import units
 
 UNIT = "bits per byte"
+ONE_SIDED = 0.01  # mean error of the largest runs, all to one side, that says that no law holds yet
 
 
 # ------------------------------ as text ------------------------------
@@ -67,6 +68,16 @@ def held_out_lines(parts: Mapping[str, Any]) -> list[str]:
       f"  {units.number(one['parameters'])} parameters, {units.number(one['tokens'])} tokens: "
       f"predicted {interval(one['predicted'])}, measured {one['measured']:.3f}: "
       f"{100 * one['error']:+.2f} %, {inside} the interval"
+    )
+  errors = np.array([one["error"] for one in parts["held_out"]])
+  mean = errors.mean()
+  if len(errors) >= 3 and (errors * mean > 0).all() and abs(mean) > ONE_SIDED:
+    how = "low" if mean < 0 else "high"
+    lines.append(
+      f"  ALL TOO {how.upper()}, by {100 * abs(mean):.1f} % on average: the ladder's loss does "
+      f"not follow a law yet, and a larger run is likely to be predicted too {how} as well, "
+      "whatever the intervals say. Train the widest models on more tokens (larger --flops), and "
+      "no width much below half the target's"
     )
   return lines
 

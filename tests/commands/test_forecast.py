@@ -141,6 +141,11 @@ def test_text_and_page_say_interval_error_repetition_and_extrapolation(parsed, m
   last_rung = [rung for rung in rungs if rung.compute == 5e11]
   assert len(last_rung) == 4 <= len(rungs) - scaling_laws.LEAST_SETTINGS
   assert said.count(" the interval\n") == len(last_rung)
+  assert "ALL TOO" not in said
+  held_out = [{**one, "error": -0.013} for one in parts["held_out"]]
+  assert "ALL TOO LOW, by 1.3 % on average" in forecast_report.text({**parts, "held_out": held_out})
+  held_out[0]["error"] = 0.001
+  assert "ALL TOO" not in forecast_report.text({**parts, "held_out": held_out})
   loss = parts["targets"][0]["bits_per_byte"]
   assert loss["low"] < loss["value"] < loss["high"]
   assert f"bits per byte {loss['value']:.3f} ({loss['low']:.3f} to" in said
