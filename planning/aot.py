@@ -49,6 +49,7 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 _POLL_SECONDS = 0.05
+_PROGRAM, _MOST_PROGRAMS = ".program", 200  # of planning.cache_dir; some MB each
 
 # The devices of this process that `train` would use; () if a plan is for others.
 Here = tuple[jax.Device, ...]
@@ -297,7 +298,7 @@ def compile_step(
   lowered, options = ready.lowered_train_step()
   devices = [device.id for device in ready.mesh.devices.flat]
   facts = json.dumps([without_numbers(lowered.as_text()), devices, options], sort_keys=True)
-  place = kept and epath.Path(f"{kept}.{hashlib.sha256(facts.encode()).hexdigest()[:24]}.program")
+  place = kept and epath.Path(f"{kept}.{hashlib.sha256(facts.encode()).hexdigest()[:24]}{_PROGRAM}")
   if place and place.exists():
     return Program.unpacked(files.read_bytes(place))
   made: concurrent.futures.Future[Program] = concurrent.futures.Future()
@@ -323,6 +324,7 @@ def compile_step(
   if place:
     place.parent.mkdir(parents=True, exist_ok=True)
     files.replace(place, found.packed(), shared=True)
+    files.keep_newest(place.parent, (_PROGRAM,), _MOST_PROGRAMS)
   return found
 
 

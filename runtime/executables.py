@@ -157,15 +157,9 @@ class Executables:
         files.replace(program, signed, shared=True)
       if program.exists() and self._read(key + _KEY) != digest.encode():
         files.replace(self.folder / (key + _KEY), digest, shared=True)
-      self._prune()
+      files.keep_newest(self.folder, (_KEY, _PROGRAM), _MOST_FILES)
     except OSError:
       return  # the disk is full, or not ours: the next start compiles again
-
-  def _prune(self) -> None:
-    found = [path for path in self.folder.iterdir() if path.suffix in (_KEY, _PROGRAM)]
-    if len(found) > _MOST_FILES:
-      for path in sorted(found, key=lambda path: path.stat().st_mtime)[: -_MOST_FILES // 2]:
-        path.unlink(missing_ok=True)
 
 
 def of_run(

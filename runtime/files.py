@@ -19,7 +19,7 @@ import pathlib
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import humanize
@@ -309,6 +309,23 @@ def sync_tree(folder: epath.PathLike) -> None:
   """Waits until a local folder with all that is in it would survive a power cut."""
   for inside, _, names in os.walk(folder, topdown=False):
     sync([*(os.path.join(inside, name) for name in names), inside])
+
+
+def keep_newest(folder: epath.PathLike, suffixes: Collection[str], most: int) -> None:
+  """Removes all but the newest half of `most` files of a local cache that has more of them.
+
+  Args:
+    folder: the cache's; nothing is removed from one that is not local.
+    suffixes: of the files that are counted and removed.
+    most: of them.
+  """
+  if not is_local(folder):
+    return
+  found = [path for path in pathlib.Path(folder).iterdir() if path.suffix in suffixes]
+  if len(found) > most:
+    with contextlib.suppress(OSError):  # another process may do the same
+      for path in sorted(found, key=lambda path: path.stat().st_mtime)[: -most // 2]:
+        path.unlink(missing_ok=True)
 
 
 def sync_above(folder: epath.PathLike) -> None:

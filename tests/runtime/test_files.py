@@ -232,3 +232,18 @@ def test_too_little_space_a_file_and_no_rights(tmp_path, monkeypatch):
 
 def test_a_bucket_has_neither_rights_nor_a_size():
   files.require_space("gs://bucket/a", 2**60, "a thing", "fix it")
+
+
+def test_a_cache_keeps_its_newest_files(tmp_path):
+  for number in range(9):
+    path = tmp_path / f"{number}.program"
+    path.touch()
+    os.utime(path, (number, number))
+  (tmp_path / "0.json").touch()
+  files.keep_newest(tmp_path, (".program",), 9)
+  assert len([*tmp_path.glob("*.program")]) == 9
+  files.keep_newest(tmp_path, (".program",), 8)
+  assert sorted(path.name for path in tmp_path.iterdir()) == [
+    "0.json",
+    *(f"{number}.program" for number in range(5, 9)),
+  ]
