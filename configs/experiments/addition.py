@@ -6,7 +6,7 @@ r"""A small decoder that adds numbers of two digits: by examples, most of them w
 
 As configs/experiments/reversal.py: of the examples 15 % are right, and the others are 1, 2, 10
 or 20 off. Expected on sums that are held out of `grpo`: 27 % right before, 96 % after 600 steps
-(seed 0; docs/fine_tuning.md), which took 708 s on two x86-64 cores beside other work.
+(seed 0; docs/fine_tuning.md has two more), which took 708 s on two x86-64 cores beside other work.
 """
 
 import itertools

@@ -6,8 +6,8 @@
 
 Each has 0.295 M parameters, a narrower MLP where the mixer has more, and reads the same 160 rows of
 a seed, 327,680 bytes. In bits per byte on 64 rows of the evaluation split: 3.39, 3.28 and 3.28 of
-attention, 2.86, 2.83 and 2.80 with Gated DeltaNet, 2.86 and 2.85 with Kimi Delta Attention, of
-two seeds (docs/models.md). Took 62, 82 and 105 s of processor time, as one simulated device on two
+attention, 2.86, 2.83 and 2.80 with Gated DeltaNet, 2.86, 2.85 and 2.79 with Kimi Delta
+Attention (docs/models.md). Took 62, 82 and 99 s of processor time, as one simulated device on two
 shared x86-64 cores.
 """
 
