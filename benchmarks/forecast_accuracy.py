@@ -63,11 +63,8 @@ _MANY_STEPS = (
   "model.layers=2 data.sequence_length=128 data.global_batch_size=8 optimizer.learning_rate=0.002 "
   "evaluation.final_steps=400 metrics.report=False metrics.tensorboard=False"
 )
-# And no run so short that its loss still falls faster than a power of the tokens.
-_LONG = (
-  "model.model_size=160 model.heads=10 model.kv_heads=10 --widths=64,80,96,112,128 "
-  "--flops=2.6e12,4.2e12,6.9e12"
-)
+# And no run so short that its loss still falls faster than a power of the tokens: 1,200 steps.
+_LONGER = "model.model_size=160 model.heads=10 model.kv_heads=10 --widths=64,80,96,112"
 # Name -> the words of a forecast, whose budget is 8 times the compute of the last of --flops.
 PAIRS = {
   "bytes": f"configs/single:model=lm,data=python_source {_FAMILY} data.global_batch_size=8 "
@@ -80,11 +77,13 @@ PAIRS = {
   "bytes_many_steps": f"configs/single:model=lm,data=python_source {_MANY_STEPS} "
   "model.model_size=176 model.heads=11 model.kv_heads=11 --widths=80,96,112,128,144 "
   "--flops=1.5e12,3e12,6e12 --budget='9397000 tokens'",
-  "bytes_long": f"configs/single:model=lm,data=python_source {_MANY_STEPS} {_LONG} "
-  "--budget='13006000 tokens'",
+  "bytes_long": f"configs/single:model=lm,data=python_source {_MANY_STEPS} {_LONGER},128 "
+  "--flops=2.6e12,4.2e12,6.9e12 --budget='13006000 tokens'",
   "packages_long": f"configs/single:model=lm,data=text data.files={TEXT}/packages.jsonl.gz "
-  f"{_MANY_STEPS} data.train_tokenizer=1024 model.vocabulary_size=1024 {_LONG} "
-  "--budget='11081000 tokens'",
+  f"{_MANY_STEPS} {_LONGER} --flops=2.9e12,4.5e12,6.9e12 --budget='13006000 tokens'",
+  "bpe_long": f"configs/single:model=lm,data=python_source {_MANY_STEPS} {_LONGER} "
+  "data.train_tokenizer=512 model.vocabulary_size=512 --flops=3e12,4.4e12,6.4e12 "
+  "--budget='11403000 tokens'",
   "headers": f"configs/single:model=lm,data=text data.files={TEXT}/headers.jsonl.gz {_ON_A_GPU} "
   "data.global_batch_size=32 --flops=1.2e13,2.5e13,5e13 --budget='24278000 tokens'",
   "packages_1024": f"configs/single:model=lm,data=text data.files={TEXT}/packages.jsonl.gz "
