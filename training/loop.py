@@ -282,10 +282,10 @@ class Run:
     if self.recomputed:
       self.recomputed.before_step(self.done + 1, self.state, batch)
     self.state, metrics = self.train_steps.after(self.done)(self.state, batch)
-    metrics |= of_answers
     self.done += 1
     if self.kept:
       metrics = self.kept.after_step(self.done, metrics)
+    metrics |= of_answers
     if self.recomputed:
       self.recomputed.after_step(self.done, self.state)
     called = callbacks.due(self.callbacks, self.done)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.helpers.flips import altered
 from tests.helpers.jobs import first_state, host_batch, make_job, place
+from tests.training import runs
 from training.bad_steps import TrainingStoppedError
 from training.kept_state import KeptState, StateChangedError
 
@@ -77,3 +78,14 @@ def test_a_flip_in_what_one_device_holds_is_found_by_the_next_update(compiled, l
   kept.before_save(3, state)
   with pytest.raises(StateChangedError, match=r"optimizer/.*layer_3/kernel: device 5"):
     kept.before_save(3, with_flip(state, "mu"))
+
+
+def test_a_run_with_it_has_the_losses_of_one_without(tmp_path):
+  keys = {"training.steps": 5, "checkpoint.every_steps": 2}
+  losses = []
+  for name in ("without", "with"):
+    job = runs.job(**keys, **{"training.check_memory": name == "with"})
+    runs.train(tmp_path / name, runs.source(), prepared=job)
+    losses.append([line["loss"] for line in runs.lines(tmp_path / name) if "loss" in line])
+  assert len(losses[0]) == 5
+  assert losses[0] == losses[1]
