@@ -1,7 +1,8 @@
 """Generation with a trained decoder: prefill of the prompts, then one token per step and row.
 
-Prefill reads prompts into rows of a cache, decode each row's last token. Both draw the next token
-on the devices. Settings are arguments, so another temperature or seed needs no compilation.
+Prefill reads prompts, each once for all rows that continue it; decode reads each row's last token.
+The next token is drawn on the devices. Settings are arguments, so another temperature or seed needs
+no compilation.
 
 The token that ends a document ends a row. A prompt and its new tokens together are at most
 `data.sequence_length`: rotary positions have no limit, but the model has been trained on those
@@ -274,7 +275,8 @@ class Printer:
 # ------------------------------ whole texts ------------------------------
 
 Write = Callable[[int, str], None]  # (number of the prompt, counted from 0; new text)
-_REFILLS = 8  # an eighth of the rows is refilled at a time
+# An eighth of the rows is refilled at a time, or a sixteenth where the next prompt has been read.
+_REFILLS, _REFILLS_OF_READ = 8, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,6 +307,22 @@ class TrainedModel:
 Given = tuple[Any, Any]  # parameters, placed as a job's, and the model's other variables or {}
 Take = Callable[[int, int, float], bool]  # (number of the prompt, token, log p) -> goes it on?
 Before = Callable[[int, int], bool]  # (prompts that were begun, of how many) -> go on?
+Tokens = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prompts:
+  """Prompts that have been read.
+
+  Attributes:
+    places: of each part of the rows, a prompt's place among those of its part.
+    sizes: (R, T), as many prompts for each part, and the slots of each.
+    read: logits [R, V] behind the prompts, and their cache.
+  """
+
+  places: list[dict[Tokens, int]]
+  sizes: tuple[int, int]
+  read: tuple[jax.Array, Any]
 
 
 class TokenSampler:
@@ -325,7 +343,7 @@ class TokenSampler:
   def __init__(
     self, job: Job, *, rows: int, slots: int, widths: Sequence[int] = (), choices: int = 0
   ):
-    """Compiles decode; prefill where its sizes are first used.
+    """Compiles decode; prefill and filling of rows where their sizes are first used.
 
     Args:
       job: whose model and mesh are used.
@@ -345,7 +363,7 @@ class TokenSampler:
     self.slots, self._widths, self._choices = slots, widths, choices or self.spec.drawable
     self.placements = self._place()
     self.pace = Pace()
-    self._prefills: dict[tuple[int, int], Callable] = {}
+    self._programs: dict[tuple, Callable] = {}
     self.empty_cache, self.decode = self._compile()
 
   def run(
@@ -359,9 +377,11 @@ class TokenSampler:
   ) -> bool:
     """Continues each prompt for as long as `take` says; returns whether `before` let it finish.
 
-    Rows are refilled several at a time, since a prefill costs about as much as a step of decode.
-    On accelerators the next step runs while one is read. On simulated devices at most one is in
-    flight: more can deadlock in a rendezvous.
+    Rows are refilled several at a time, which costs a part of a step of decode. Prompts that were
+    read are kept while the next prompt is one of them: of a group of answers each is read once or
+    twice. They take no more memory than the prefill that read them. On accelerators the next step
+    runs while one is read. On simulated devices at most one is in flight: more can deadlock in a
+    rendezvous.
 
     Args:
       given: the parameters, placed as the job's, and the model's other variables.
@@ -379,18 +399,27 @@ class TokenSampler:
     cache, drawn_B1 = self.empty_cache(), self._put(np.zeros((self.rows, 1), np.int32))
     ones_B = self._put(np.ones(self.rows, np.int32))
     going, unread = [True] * len(prompts), collections.deque()
+    texts, known = [tuple(one.tolist()) for one in prompts], None
     while waiting or (owners_B >= 0).any():
       free = np.flatnonzero(owners_B < 0)
-      if waiting and len(free) >= min(len(waiting), -(-self.rows // _REFILLS)):
+      least = -(-self.rows // (_REFILLS_OF_READ if known else _REFILLS))
+      if waiting and len(free) >= min(len(waiting), least):
         if before is not None and not before(len(prompts) - len(waiting), len(prompts)):
           return False
         filled = {row: waiting.popleft() for row in free[: len(waiting)].tolist()}
         owners_B[[*filled]] = [*filled.values()]
         numbers_B[[*filled]] = [numbers[own] for own in filled.values()]
         settings = {**settings, "numbers": self._put(numbers_B)}
-        prefill, *inputs = self._inputs({row: prompts[own] for row, own in filled.items()})
-        out = prefill(given[0], *inputs, drawn_B1, cache, settings, given[1])
-        read_B = np.where(np.isin(np.arange(self.rows), [*filled]), owners_B, -1)
+        chosen = {row: texts[own] for row, own in filled.items()}
+        if not known or (source_B := self._source(known, chosen)) is None:
+          known = None  # freed before others are read
+          known = self._prefill(given, chosen)
+          source_B = self._source(known, chosen)
+        inputs = *known.read, self._put(source_B), drawn_B1, cache, settings
+        out = self._run_compiled(self._fill, known.sizes, inputs, self._drawn, donate_argnums=4)
+        if not waiting or not any(texts[waiting[0]] in part for part in known.places):
+          known = None
+        read_B = np.where(source_B >= 0, owners_B, -1)
       else:
         out = self.decode(given[0], drawn_B1, ones_B, cache, settings, given[1])
         read_B = owners_B.copy()
@@ -418,26 +447,50 @@ class TokenSampler:
       if not going[own]:
         owners_B[row] = -1
 
-  def _inputs(self, prompts: Mapping[int, np.ndarray]) -> tuple:
-    """Returns the prefill of prompts (row -> tokens), and its inputs.
-
-    Of equal prompts in a part of the rows, which are those of a group of answers, one is read.
-    """
-    places: list[dict[bytes, int]] = [{} for _ in range(self._parts)]
-    source_B = np.full(self.rows, -1, np.int32)
-    each = self.rows // self._parts
+  def _source(self, known: _Prompts, prompts: Mapping[int, Tokens]) -> np.ndarray | None:
+    """Returns of each row the place of its prompt, -1: it has none; None if one was not read."""
+    source_B, each = np.full(self.rows, -1, np.int32), self.rows // self._parts
     for row, tokens in prompts.items():
-      place = places[row // each]
-      source_B[row] = place.setdefault(tokens.tobytes(), len(place))
+      part = known.places[row // each]
+      if tokens not in part:
+        return None
+      source_B[row] = part[tokens]
+    return source_B
+
+  def _prefill(self, given: Given, prompts: Mapping[int, Tokens]) -> _Prompts:
+    """Reads prompts (row -> tokens): of equal ones in a part of the rows, one."""
+    places, each = [{} for _ in range(self._parts)], self.rows // self._parts
+    for row, tokens in prompts.items():
+      places[row // each].setdefault(tokens, len(places[row // each]))
     longest, most = max(map(len, prompts.values())), max(map(len, places))
     count = min(each, 1 << (most - 1).bit_length())  # a power of two, so that programs are few
     width = min(next(one for one in self._widths if one >= longest), self.slots)
     tokens_RT = np.full((self._parts * count, width), self.spec.tokenizer.end, np.int32)
     counts_R = np.ones(self._parts * count, np.int32)
-    for row, tokens in prompts.items():
-      place = row // each * count + source_B[row]
-      tokens_RT[place, : len(tokens)], counts_R[place] = tokens, len(tokens)
-    return self.prefill(count, width), *self._put((tokens_RT, counts_R, source_B))
+    for part, found in enumerate(places):
+      for tokens, number in found.items():
+        place = part * count + number
+        tokens_RT[place, : len(tokens)], counts_R[place] = tokens, len(tokens)
+    inputs = given[0], *self._put((tokens_RT, counts_R)), given[1]
+    sizes = tokens_RT.shape
+
+    def out() -> Any:
+      batch = self.placements["cache/lengths"].spec
+      return NamedSharding(self.job.mesh, PartitionSpec(*batch, None)), self._sharded_cache(*sizes)
+
+    read = self._run_compiled(self._read_prompts, sizes, inputs, out)
+    return _Prompts(
+      places, sizes, jax.block_until_ready(read) if self.job.devices.simulated else read
+    )
+
+  def _run_compiled(
+    self, function: Callable, sizes: tuple, given: tuple, out: Callable[[], Any], **jit: Any
+  ) -> Any:
+    """Runs a function of placed arrays, which is compiled where the sizes are first used."""
+    if (function, sizes) not in self._programs:
+      jit = {"activations": self.activations, "out_shardings": out(), **jit}
+      self._programs[function, sizes] = self.job.compile(function, *given, **jit).function
+    return self._programs[function, sizes](*given)
 
   # ------------------------------ programs ------------------------------
 
@@ -457,8 +510,8 @@ class TokenSampler:
   def _replicated(self) -> NamedSharding:
     return NamedSharding(self.job.mesh, PartitionSpec())
 
-  def _empty_cache(self) -> Any:
-    return self._model.empty_cache(self._model_spec, self.rows, self.slots)
+  def _empty_cache(self, rows: int = 0, slots: int = 0) -> Any:
+    return self._model.empty_cache(self._model_spec, rows or self.rows, slots or self.slots)
 
   def _place(self) -> dict[str, Placement]:
     """Returns how the cache is sharded: as the activations of the same letters."""
@@ -489,37 +542,28 @@ class TokenSampler:
     cache = self._sharded_cache()
     return self.job.compile(self._empty_cache, out_shardings=cache).function, self._program(1)
 
-  def _sharded_cache(self) -> Any:
-    return rules.shardings(
-      jax.eval_shape(self._empty_cache), self.placements, self.job.mesh, "cache/"
-    )
+  def _sharded_cache(self, *sizes: int) -> Any:
+    empty = jax.eval_shape(functools.partial(self._empty_cache, *sizes))
+    return rules.shardings(empty, self.placements, self.job.mesh, "cache/")
 
   def _program(self, width: int) -> Callable:
     """Compiles reading so many tokens of each row, behind those in its cache."""
-    tokens_BT = np.zeros((self.rows, width), np.int32)
-    return self._compiled(self._read, tokens_BT, tokens_BT[:, 0])
-
-  def prefill(self, count: int, width: int) -> Callable:
-    """Returns the program that reads so many prompts in each part of the rows into free rows."""
-    if (count, width) not in self._prefills:
-      tokens_RT = np.zeros((self._parts * count, width), np.int32)
-      drawn_B1 = np.zeros((self.rows, 1), np.int32)
-      given = tokens_RT, tokens_RT[:, 0], drawn_B1[:, 0], drawn_B1
-      self._prefills[count, width] = self._compiled(self._fill, *given)
-    return self._prefills[count, width]
-
-  def _compiled(self, function: Callable, *given: np.ndarray) -> Callable:
-    """Compiles a function of parameters, of what is given, and of cache, settings and variables."""
     state, placed, whole = self.job.state, self.job.state_shardings, self._replicated()
-    cache, sharded = jax.eval_shape(self._empty_cache), self._sharded_cache()
+    cache, (*_, sharded) = jax.eval_shape(self._empty_cache), self._drawn()
+    tokens_BT = np.zeros((self.rows, width), np.int32)
+    given = tokens_BT, tokens_BT[:, 0], cache, self._settings(Request(()))
     return self.job.compile(
-      function,
-      *(state.params, *given, cache, self._settings(Request(())), state.variables),
+      self._read,
+      *(state.params, *given, state.variables),
       activations=self.activations,
-      in_shardings=(placed.params, *[whole] * len(given), sharded, whole, placed.variables),
-      donate_argnums=1 + len(given),
-      out_shardings=(whole, whole, sharded),
+      in_shardings=(placed.params, whole, whole, sharded, whole, placed.variables),
+      donate_argnums=3,
+      out_shardings=self._drawn(),
     ).function
+
+  def _drawn(self) -> tuple[NamedSharding, NamedSharding, Any]:
+    """Returns the shardings of tokens, of their log-probabilities and of the cache of the rows."""
+    return self._replicated(), self._replicated(), self._sharded_cache()
 
   def _read(
     self, params, tokens_BT, counts_B, cache, settings, variables
@@ -529,24 +573,24 @@ class TokenSampler:
     logits_BV, cache = model.extend(tokens_BT, counts_B, cache)
     return *self._draw(logits_BV, cache, settings), cache
 
+  def _read_prompts(self, params, tokens_RT, counts_R, variables) -> tuple[jax.Array, Any]:
+    """Returns the logits [R, V] behind prompts, as many for each part of the rows; their cache."""
+    model = self.job.program.module(params, variables)
+    return model.extend(tokens_RT, counts_R, self._empty_cache(*tokens_RT.shape))
+
   def _fill(
-    self, params, tokens_RT, counts_R, source_B, drawn_B1, cache, settings, variables
+    self, logits_RV, new, source_B, drawn_B1, cache, settings
   ) -> tuple[jax.Array, jax.Array, Any]:
-    """Reads R prompts, each into the rows whose source it is, as `_read`; others are unchanged.
+    """Puts prompts that were read into rows, and draws as `_read`; other rows are unchanged.
 
     Args:
-      params: of the model.
-      tokens_RT: the prompts, as many for each part of the rows.
-      counts_R: their tokens.
+      logits_RV: behind the prompts.
+      new: their cache, as `_read_prompts` gives it.
       source_B: of each row, the place of its prompt among those of its part; -1: it has no new one.
       drawn_B1: the tokens that rows have drawn last.
       cache: of the rows.
       settings: of the draws.
-      variables: of the model.
     """
-    model = self.job.program.module(params, variables)
-    new = self._model.empty_cache(self._model_spec, *tokens_RT.shape)
-    logits_RV, new = model.extend(tokens_RT, counts_R, new)
     for name, old in cache.items():
       letters = self._model.CACHE[name]
       found = self._spread(new[name], source_B, letters.index("B"))

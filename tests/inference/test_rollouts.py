@@ -105,13 +105,25 @@ def test_an_answer_depends_on_its_number_and_not_on_the_order():
   assert {number: drawn[12][number] for number in drawn[5]} == drawn[5]
 
 
-def test_of_equal_prompts_one_is_read():
-  made = sampler("single", MOST).sampler
+def test_of_equal_prompts_one_is_read_and_kept_for_the_rows_that_follow(monkeypatch):
+  made, params = sampler("single", MOST), ready("single")[1]
+  wanted, _ = answers("single", MOST)
+  read, prefill = [], made.sampler._prefill
+
+  def counted(given, prompts):
+    read.append(found := prefill(given, prompts))
+    return found
+
+  monkeypatch.setattr(made.sampler, "_prefill", counted)
   with jax.enable_x64(True):
-    _, tokens_RT, counts_R, source_B = made._inputs({0: PROMPTS[0], 2: PROMPTS[0], 3: PROMPTS[3]})
-  assert tokens_RT.shape == (2, LONGEST)
-  assert counts_R.tolist() == [3, 1]
-  assert source_B.tolist() == [0, -1, 0, 1]
+    assert_same(made(params, None, PROMPTS, seed=3, step=5), wanted)
+    assert [one for found in read for one in found.places[0]] == [*map(tuple, GROUPS)]
+    rows = {0: (3, 5, 7), 2: (3, 5, 7), 3: (44,)}
+    found = prefill((params, {}), rows)
+    assert found.sizes == (2, LONGEST)
+    assert found.read[1]["lengths"].tolist() == [3, 1]
+    assert made.sampler._source(found, rows).tolist() == [0, -1, 0, 1]
+    assert made.sampler._source(found, {1: (8, 8)}) is None
 
 
 def test_a_hot_model_ends_answers_by_ids_that_its_tokenizer_does_not_have():

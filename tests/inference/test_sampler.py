@@ -209,14 +209,23 @@ SHARDS = {
 }
 
 
+def filled(made, params, settings):
+  """Returns what two prompts in rows of different parts give."""
+  prompts = {0: (1,) * 3, 1: (1,) * 5}
+  known = made._prefill((params, {}), prompts)
+  source_B = made._put(made._source(known, prompts))
+  drawn_B1 = made._put(np.ones((made.rows, 1), np.int32))
+  inputs = *known.read, source_B, drawn_B1, made.empty_cache(), settings
+  return made._run_compiled(made._fill, known.sizes, inputs, made._drawn, donate_argnums=4)
+
+
 @pytest.mark.parametrize("strategy", SHARDS)
 def test_the_cache_is_sharded_like_the_model(strategy):
   made, params = sampler(strategy)
   job = made.job
   counts_B = jnp.ones(made.rows, jnp.int32)
-  settings, cache, drawn_B1 = made._settings(GREEDY), made.empty_cache(), counts_B[:, None]
-  prefill, *inputs = made._inputs({0: np.ones(3, np.int32), 1: np.ones(5, np.int32)})
-  drawn_B1, _, cache = prefill(params, *inputs, drawn_B1, cache, settings, {})
+  settings = made._put(made._settings(GREEDY))
+  drawn_B1, _, cache = filled(made, params, settings)
   for _ in range(2):  # after prefill and after decode
     rules.check_placed(cache, made.placements, job.mesh, "cache/")
     for name in ("keys", "values"):
@@ -232,8 +241,15 @@ def test_the_cache_is_sharded_like_the_model(strategy):
 
 
 def test_decoding_moves_no_cache_between_devices():
-  made, _ = sampler("dp4_tp2")
-  for compiled in (made.prefill(1, made._widths[0]), made.decode):
+  made, params = sampler("dp4_tp2")
+  filled(made, params, made._put(made._settings(GREEDY)))
+  of_prompts, fill = made._programs.values()
+  assert not [
+    one
+    for one in collectives.collectives(of_prompts.as_text(), made.job.mesh)
+    if "data" in one.axes
+  ]
+  for compiled in (fill, made.decode):
     found = collectives.collectives(compiled.as_text(), made.job.mesh)
     over_data = [c for c in found if "data" in c.axes]
     # The tokens drawn, and their log-probabilities.
@@ -263,7 +279,7 @@ def test_prefill_and_decode_are_traced_and_compiled_once_each(monkeypatch):
     made(params, Request(**{**vars(GREEDY), **changed}))
   made(params, Request(PROMPTS[:2], max_new_tokens=3))
   assert traces == [(4, 1), (4, 5)]
-  assert len(compiles) == 3  # also that of an empty cache
+  assert len(compiles) == 4  # also those of an empty cache, and of filling rows
 
 
 def test_in_bfloat16(monkeypatch):
@@ -275,7 +291,8 @@ def test_in_bfloat16(monkeypatch):
   tokens_BT = np.zeros((made.rows, made._widths[0]), np.int32)
   with made.job.tracing(made.activations):
     counts_B, cache = tokens_BT[:, 0], jax.eval_shape(made._empty_cache)
-    given = params, tokens_BT, counts_B, counts_B, tokens_BT[:, :1], cache, settings, {}
+    read = jax.eval_shape(made._read_prompts, params, tokens_BT, counts_B, {})
+    given = *read, counts_B, tokens_BT[:, :1], cache, settings
     filled = jax.eval_shape(made._fill, *given)
     after = jax.eval_shape(made._read, params, filled[0], counts_B, filled[2], settings, {})
   assert after == filled
