@@ -177,8 +177,11 @@ def test_what_is_drawn_follows_from_seed_step_and_parameters(two_devices):
 
 def stale(rollouts, state, monkeypatch):
   """Draws from parameters of before an update."""
-  draw, old = rollouts._sampler, jax.tree.map(lambda x: x.copy(), state.params)
-  monkeypatch.setattr(rollouts, "_sampler", lambda params, *rest, **more: draw(old, *rest, **more))
+  kind, old = type(rollouts._sampler), jax.tree.map(lambda x: x.copy(), state.params)
+  draw = kind.__call__
+  monkeypatch.setattr(
+    kind, "__call__", lambda self, _, *rest, **more: draw(self, old, *rest, **more)
+  )
   return changed(state)
 
 
