@@ -33,6 +33,7 @@ NUMERICS = (
   "runtime/layer_kinds.py",  # which layers have experts
   "training/setup.py",  # precision
   "training/splits.py",  # seeds and splits
+  "training/teacher_rows.py",
   "training/averages.py",
   "training/elastic.py",  # the order of sums
   "training/gradients.py",  # the order of sums

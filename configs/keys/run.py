@@ -109,6 +109,7 @@ _OF_TEACHER: Rows = {
   "top": Key(
     0,
     "of a teacher that is stored, the tokens of each position: read from its folder; 0: in memory",
+    unit="tokens",
     resume=MAY_CHANGE,
   ),
   "weight": Key(0.5, "w: the loss is (1 - w) data + w temperature**2 divergence", resume=ACCEPT),

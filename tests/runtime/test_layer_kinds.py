@@ -9,7 +9,7 @@ from runtime import layer_kinds
 
 def model(layers, **keys):
   given = {"dense_layers": 0, "sparse_every": 1, "mlp_only_layers": (), "experts": 4, **keys}
-  return types.SimpleNamespace(layers=layers, **given)
+  return types.SimpleNamespace(layers=layers, layer_types=(), global_every=0, window=0, **given)
 
 
 @pytest.mark.parametrize(

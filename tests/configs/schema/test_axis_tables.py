@@ -34,7 +34,7 @@ def test_the_axis_tables_hold_the_dims_that_the_model_has_and_no_other(recipe):
   letters = "".join(c.letters for one in jobs for c in one.activations.seen)
   letters += "".join(array.letters for array in job.placements["batch"].values())
   if recipe == "lm":
-    letters += "o"  # of the caches of generation alone
+    letters += "ot"  # of the caches of generation alone, and of what is stored of a teacher
   assert {*tables["activations"]} == {job.legend[letter].name for letter in letters}
   every = {dim.name for dim in job.legend.values()}
   assert {*tables["parameters"], *tables["activations"]} == every
