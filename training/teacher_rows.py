@@ -112,8 +112,8 @@ def attached(source: Source, location: str) -> Source:
     )
   [length], _ = source.fields["tokens"]
   shape, first = (length, known.top + 1), documents.first_record
-  id_bytes = known.vocabulary_size + 1  # REST is stored as the id after the last
-  kinds = shard_writer.token_type(id_bytes), np.dtype(known.dtype).newbyteorder("<")
+  ids = known.vocabulary_size + 1  # REST is stored as the id after the last
+  kinds = shard_writer.token_type(ids), np.dtype(known.dtype).newbyteorder("<")
   ends = int(np.prod(shape)) * kinds[0].itemsize
   records_of_row = int(first[1]) if len(documents) else 0
 
